@@ -1,0 +1,18 @@
+from mpiddp.engine cimport Work
+
+
+cdef class Bucket:
+    cdef readonly Py_ssize_t index
+    cdef readonly tuple parameter_indices
+    cdef readonly list views
+    cdef readonly object buffer
+    cdef readonly object dtype
+    cdef readonly bint sparse
+    cdef Work work
+    cdef Py_ssize_t pending         # parameters that are not ready yet
+    cdef Py_ssize_t bytes_per_element
+    cdef char *flags                # the tail, see Note [Flags behind the gradients]
+
+    cdef char *view_address(self, Py_ssize_t position) except? NULL
+    cdef void set_flag(self, Py_ssize_t position, bint value) noexcept nogil
+    cdef bint flag(self, Py_ssize_t position) noexcept nogil

@@ -1,0 +1,528 @@
+"""Run queues of all-reduces in order, on one thread that never spins.
+
+The engine owns all gradient traffic of a process. It knows queues, chunks and
+time; it knows neither autograd nor which MPI call a transport makes.
+
+Note [Who makes progress]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+MPI moves a nonblocking collective only while somebody is inside MPI. Exactly one
+thread at a time is that somebody, the holder of `progress_lock`:
+
+* the engine thread, while backward runs. Between steps it naps, because a thread
+  that spins takes a core from the backward that it is meant to overlap with. The
+  nap doubles while nothing finishes and is cut short when work is submitted.
+* the thread that waits at the end of backward. It announces itself (`waiters`),
+  the engine thread goes to sleep, and the waiter tests without naps at first: it
+  spins briefly, then yields, then sleeps, so that ranks that outnumber the cores
+  do not burn each other's time.
+* without an engine thread, each hook takes one step (`poke`).
+"""
+
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdlib cimport calloc, free
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
+
+from mpi4py.libmpi cimport MPI_COMM_NULL, MPI_SUCCESS, MPI_Comm
+
+from mpiddp.errors cimport check, check_errno
+
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef struct pthread_t:
+        pass
+    ctypedef struct pthread_mutex_t:
+        pass
+    ctypedef struct pthread_cond_t:
+        pass
+    ctypedef struct pthread_condattr_t:
+        pass
+    int pthread_create(pthread_t *, const void *, void *(*)(void *) noexcept nogil, void *)
+    int pthread_join(pthread_t, void **)
+    int pthread_mutex_init(pthread_mutex_t *, const void *)
+    int pthread_mutex_destroy(pthread_mutex_t *)
+    int pthread_mutex_lock(pthread_mutex_t *)
+    int pthread_mutex_trylock(pthread_mutex_t *)
+    int pthread_mutex_unlock(pthread_mutex_t *)
+    int pthread_condattr_init(pthread_condattr_t *)
+    int pthread_condattr_setclock(pthread_condattr_t *, int)
+    int pthread_condattr_destroy(pthread_condattr_t *)
+    int pthread_cond_init(pthread_cond_t *, const pthread_condattr_t *)
+    int pthread_cond_destroy(pthread_cond_t *)
+    int pthread_cond_signal(pthread_cond_t *)
+    int pthread_cond_wait(pthread_cond_t *, pthread_mutex_t *)
+    int pthread_cond_timedwait(pthread_cond_t *, pthread_mutex_t *, const timespec *)
+
+cdef extern from "<unistd.h>" nogil:
+    int getpid()
+
+cdef extern from "<sched.h>" nogil:
+    int sched_yield()
+
+cdef extern from *:
+    """
+    #include <signal.h>
+    #include <pthread.h>
+    static inline int mpiddp_load(const int *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+    static inline void mpiddp_store(int *p, int v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+
+    /* A new thread inherits the signal mask: signals belong to Python's main thread. */
+    static int mpiddp_create_thread_without_signals(
+        pthread_t *thread, void *(*entry)(void *), void *argument)
+    {
+        sigset_t all, before;
+        int code;
+        sigfillset(&all);
+        code = pthread_sigmask(SIG_SETMASK, &all, &before);
+        if (code) return code;
+        code = pthread_create(thread, NULL, entry, argument);
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+        return code;
+    }
+    """
+    int load "mpiddp_load"(const int *) noexcept nogil
+    void store "mpiddp_store"(int *, int) noexcept nogil
+    int create_thread_without_signals "mpiddp_create_thread_without_signals"(
+        pthread_t *, void *(*)(void *) noexcept nogil, void *) nogil
+
+
+# How long to nap and wait, in seconds; design.md has the measurements behind them.
+cdef enum:
+    NANOSECONDS = 1000000000
+cdef double NAP_SHORTEST = 50e-6
+cdef double NAP_LONGEST = 200e-6
+cdef double SPIN = 20e-6
+cdef double YIELD = 1e-3
+cdef double SLEEP_SHORTEST = 50e-6
+cdef double SLEEP_LONGEST = 1e-3
+cdef double SIGNAL_CHECK = 0.1
+
+
+cdef struct EngineState:
+    pthread_mutex_t queue_lock      # guards queues and counts; held for nanoseconds
+    pthread_mutex_t progress_lock   # held by whoever calls MPI
+    pthread_cond_t wake             # there is work, a waiter left, or stop
+    pthread_t thread
+    int running
+    int stop
+    int waiters
+    size_t pending                  # works submitted and not done, all channels
+    ChannelState *channels
+    size_t submitted                # the rest: counters, for tests and debugging
+    size_t chunks
+    size_t naps
+    size_t thread_chunks
+    int on_thread                   # whether the current step runs on the engine thread
+
+
+cdef int work_is_done(Work *work) noexcept nogil:
+    return load(&work.done)
+
+
+cdef size_t element_bytes(ElementType element) noexcept nogil:
+    if element == ELEMENT_FLOAT32:
+        return 4
+    if element == ELEMENT_FLOAT64:
+        return 8
+    return 2
+
+
+cdef double now() noexcept nogil:
+    cdef timespec time
+    clock_gettime(CLOCK_MONOTONIC, &time)
+    return <double>time.tv_sec + 1e-9 * <double>time.tv_nsec
+
+
+cdef timespec as_timespec(double seconds) noexcept nogil:
+    cdef timespec time
+    time.tv_sec = <long>seconds
+    time.tv_nsec = <long>((seconds - <double>time.tv_sec) * NANOSECONDS)
+    return time
+
+
+cdef void sleep_for(double seconds) noexcept nogil:
+    cdef timespec time = as_timespec(seconds)
+    nanosleep(&time, NULL)
+
+
+cdef void fail(ChannelState *channel, int code) noexcept nogil:
+    channel.failed_call = channel.transport.call
+    channel.failure = code
+
+
+cdef void finish_chunk(EngineState *state, ChannelState *channel, size_t slot) noexcept nogil:
+    cdef Work *work = channel.slot_work[slot]
+    work.finished += channel.slot_count[slot]
+    channel.slot_work[slot] = NULL
+    channel.slots_used -= 1
+    channel.last_progress = now()
+    state.chunks += 1
+    state.thread_chunks += state.on_thread
+    if work.finished == work.count:
+        pthread_mutex_lock(&state.queue_lock)
+        channel.pending -= 1
+        state.pending -= 1
+        pthread_mutex_unlock(&state.queue_lock)
+        # Last: from here on the bucket may reuse or free the work.
+        store(&work.done, 1)
+
+
+cdef int finish_chunks(EngineState *state, ChannelState *channel) noexcept nogil:
+    """Test what is in flight; return how many chunks finished."""
+    cdef Transport *transport = channel.transport
+    cdef size_t slot
+    cdef int finished, code, advanced = 0
+    for slot in range(transport.slots):
+        if channel.slot_work[slot] == NULL:
+            continue
+        finished = 0
+        code = transport.test(transport, slot, &finished)
+        if code != MPI_SUCCESS:
+            fail(channel, code)
+            return advanced
+        if finished:
+            finish_chunk(state, channel, slot)
+            advanced += 1
+    return advanced
+
+
+cdef int start_chunks(EngineState *state, ChannelState *channel) noexcept nogil:
+    """Fill the window from the head of the queue; return how many chunks started."""
+    cdef Transport *transport = channel.transport
+    cdef Work *work
+    cdef size_t slot, count, bytes_sent
+    cdef int code, advanced = 0
+    for slot in range(transport.slots):
+        if channel.slot_work[slot] != NULL:
+            continue
+        pthread_mutex_lock(&state.queue_lock)
+        work = channel.head
+        pthread_mutex_unlock(&state.queue_lock)
+        if work == NULL:
+            return advanced
+        # 16-bit elements travel as float32, see Note [Sums of 16-bit gradients].
+        bytes_sent = max(element_bytes(work.element), <size_t>4)
+        count = min(work.count - work.started, transport.chunk_bytes // bytes_sent)
+        code = transport.start(transport, slot, work, work.started, count)
+        if code != MPI_SUCCESS:
+            fail(channel, code)
+            return advanced
+        channel.slot_work[slot] = work
+        channel.slot_count[slot] = count
+        channel.slots_used += 1
+        work.started += count
+        advanced += 1
+        if work.started == work.count:
+            pthread_mutex_lock(&state.queue_lock)
+            channel.head = work.next
+            if channel.head == NULL:
+                channel.tail = NULL
+            pthread_mutex_unlock(&state.queue_lock)
+    return advanced
+
+
+cdef int step_channels(EngineState *state) noexcept nogil:
+    """Take one step on every channel. The caller holds `progress_lock`."""
+    cdef ChannelState *channel = state.channels
+    cdef int advanced = 0
+    while channel != NULL:
+        if not channel.failure:
+            if channel.slots_used:
+                advanced += finish_chunks(state, channel)
+            if channel.head != NULL and not channel.failure:
+                advanced += start_chunks(state, channel)
+        channel = channel.next
+    return advanced
+
+
+cdef void *engine_thread(void *argument) noexcept nogil:
+    cdef EngineState *state = <EngineState *>argument
+    cdef double nap = NAP_SHORTEST
+    cdef timespec until
+    cdef int advanced
+    pthread_mutex_lock(&state.queue_lock)
+    while not state.stop:
+        if state.waiters or not state.pending:
+            pthread_cond_wait(&state.wake, &state.queue_lock)
+            nap = NAP_SHORTEST
+            continue
+        pthread_mutex_unlock(&state.queue_lock)
+        advanced = 0
+        if pthread_mutex_trylock(&state.progress_lock) == 0:
+            state.on_thread = 1
+            advanced = step_channels(state)
+            state.on_thread = 0
+            pthread_mutex_unlock(&state.progress_lock)
+        nap = NAP_SHORTEST if advanced else min(2 * nap, NAP_LONGEST)
+        until = as_timespec(now() + nap)
+        pthread_mutex_lock(&state.queue_lock)
+        if not state.stop and not state.waiters:
+            state.naps += 1
+            pthread_cond_timedwait(&state.wake, &state.queue_lock, &until)
+    pthread_mutex_unlock(&state.queue_lock)
+    return NULL
+
+
+cdef void relax(double idle, double *sleep) noexcept nogil:
+    """Give the core away the more readily, the longer nothing has happened."""
+    if idle < SPIN:
+        return
+    if idle < YIELD:
+        sched_yield()
+        return
+    sleep_for(sleep[0])
+    sleep[0] = min(2 * sleep[0], SLEEP_LONGEST)
+
+
+cdef int drive(
+    EngineState *state, ChannelState *channel, Work *work, double until
+) noexcept nogil:
+    """Make progress until `work` is done, its channel failed, or `until` passed."""
+    cdef double sleep = SLEEP_SHORTEST
+    cdef double idle_since = now()
+    cdef double time
+    cdef int advanced
+    while not load(&work.done) and not channel.failure:
+        advanced = 0
+        if pthread_mutex_trylock(&state.progress_lock) == 0:
+            advanced = step_channels(state)
+            pthread_mutex_unlock(&state.progress_lock)
+        time = now()
+        if time > until:
+            return 0
+        if advanced:
+            idle_since = time
+            sleep = SLEEP_SHORTEST
+        else:
+            relax(time - idle_since, &sleep)
+    return 1
+
+
+cdef class Engine:
+    """The progress engine of a process.
+
+    Not collective.
+
+    Args:
+        threaded: whether a thread of its own makes progress; without it progress
+            is made by `Channel.poke` and while waiting.
+
+    Raises:
+        OSError: the thread cannot be created.
+    """
+
+    def __cinit__(self, *, bint threaded=True):
+        cdef pthread_condattr_t attributes
+        self.threaded = threaded
+        self.channels = []
+        self.process_id = getpid()
+        self.state = <EngineState *>calloc(1, sizeof(EngineState))
+        if self.state == NULL:
+            raise MemoryError
+        check_errno(pthread_mutex_init(&self.state.queue_lock, NULL), "pthread_mutex_init")
+        check_errno(pthread_mutex_init(&self.state.progress_lock, NULL), "pthread_mutex_init")
+        check_errno(pthread_condattr_init(&attributes), "pthread_condattr_init")
+        check_errno(
+            pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC), "pthread_condattr_setclock"
+        )
+        check_errno(pthread_cond_init(&self.state.wake, &attributes), "pthread_cond_init")
+        pthread_condattr_destroy(&attributes)
+
+    def __dealloc__(self):
+        if self.state == NULL:
+            return
+        if self.process_id == getpid():
+            self._stop_thread()
+            pthread_cond_destroy(&self.state.wake)
+            pthread_mutex_destroy(&self.state.progress_lock)
+            pthread_mutex_destroy(&self.state.queue_lock)
+        free(self.state)
+
+    def open_channel(self, transport, communicator=None):
+        """Add a queue and return it.
+
+        Not collective (making the transport's communicator was).
+
+        Args:
+            transport: an object with a C ``Transport``, or None in a world of one.
+            communicator: the mpi4py communicator below the transport; kept alive,
+                and named in errors.
+        """
+        cdef Channel channel = Channel.__new__(Channel)
+        channel.engine = self
+        channel.transport = transport
+        channel.communicator = communicator
+        if transport is not None:
+            channel.state.transport = <Transport *><size_t>transport.address
+        pthread_mutex_lock(&self.state.progress_lock)
+        pthread_mutex_lock(&self.state.queue_lock)
+        channel.state.next = self.state.channels
+        self.state.channels = &channel.state
+        pthread_mutex_unlock(&self.state.queue_lock)
+        pthread_mutex_unlock(&self.state.progress_lock)
+        self.channels.append(channel)
+        if self.threaded and not self.state.running and transport is not None:
+            check_errno(
+                create_thread_without_signals(&self.state.thread, engine_thread, self.state),
+                "pthread_create",
+            )
+            self.state.running = 1
+        return channel
+
+    def close_channel(self, Channel channel not None):
+        """Remove an idle queue, so that its communicator may be freed.
+
+        Not collective.
+
+        Raises:
+            RuntimeError: the queue has work in flight.
+        """
+        cdef ChannelState **link
+        if channel.state.pending:
+            raise RuntimeError("cannot close a channel with all-reduces in flight")
+        pthread_mutex_lock(&self.state.progress_lock)
+        pthread_mutex_lock(&self.state.queue_lock)
+        link = &self.state.channels
+        while link[0] != NULL:
+            if link[0] == &channel.state:
+                link[0] = channel.state.next
+                break
+            link = &link[0].next
+        pthread_mutex_unlock(&self.state.queue_lock)
+        pthread_mutex_unlock(&self.state.progress_lock)
+        channel.state.transport = NULL
+        channel.closed = True
+        self.channels.remove(channel)
+
+    def stop(self):
+        """Stop the thread and forget the channels; what is in flight is abandoned.
+
+        Not collective. Harmless when called twice, and in a forked child, where
+        the thread does not exist.
+        """
+        if self.process_id == getpid():
+            self._stop_thread()
+            pthread_mutex_lock(&self.state.progress_lock)
+            self.state.channels = NULL
+            self.state.pending = 0
+            pthread_mutex_unlock(&self.state.progress_lock)
+
+    cdef _stop_thread(self):
+        if not self.state.running:
+            return
+        pthread_mutex_lock(&self.state.queue_lock)
+        self.state.stop = 1
+        pthread_cond_signal(&self.state.wake)
+        pthread_mutex_unlock(&self.state.queue_lock)
+        with nogil:
+            pthread_join(self.state.thread, NULL)
+        self.state.running = 0
+        self.state.stop = 0
+
+    @property
+    def has_thread(self):
+        """Whether the engine thread runs."""
+        return bool(self.state.running)
+
+    @property
+    def counters(self):
+        """What the engine has done since it was made, by name.
+
+        ``submitted``: all-reduces; ``chunks``: chunks that finished, of which
+        ``thread_chunks`` on the engine thread; ``naps``: times that thread slept.
+        """
+        return {
+            "submitted": self.state.submitted,
+            "chunks": self.state.chunks,
+            "thread_chunks": self.state.thread_chunks,
+            "naps": self.state.naps,
+        }
+
+    cdef int step(self) noexcept nogil:
+        cdef int advanced = 0
+        if pthread_mutex_trylock(&self.state.progress_lock) == 0:
+            advanced = step_channels(self.state)
+            pthread_mutex_unlock(&self.state.progress_lock)
+        return advanced
+
+
+cdef class Channel:
+    """An ordered queue of all-reduces over one communicator. Made by `Engine.open_channel`."""
+
+    @property
+    def idle(self):
+        """Whether everything submitted here is done and nothing has failed."""
+        return self.state.pending == 0 and not self.state.failure
+
+    cdef int submit(self, Work *work) except -1:
+        """Queue `work`; its memory belongs to the engine until it is done."""
+        cdef EngineState *state = self.engine.state
+        if self.state.failure:
+            self._raise_failure()
+        if self.closed:
+            raise RuntimeError("the process group of this module has been destroyed")
+        work.started = 0
+        work.finished = 0
+        work.next = NULL
+        state.submitted += 1
+        if self.state.transport == NULL or work.count == 0:
+            store(&work.done, 1)
+            return 0
+        store(&work.done, 0)
+        pthread_mutex_lock(&state.queue_lock)
+        if self.state.tail == NULL:
+            self.state.head = work
+        else:
+            self.state.tail.next = work
+        self.state.tail = work
+        self.state.pending += 1
+        state.pending += 1
+        if state.running and not state.waiters:
+            pthread_cond_signal(&state.wake)
+        pthread_mutex_unlock(&state.queue_lock)
+        return 0
+
+    cdef WaitStatus wait(self, Work *work, double timeout) except *:
+        """Drive the engine until `work` is done.
+
+        `timeout` counts, in seconds, from the last chunk that finished here.
+        """
+        cdef EngineState *state = self.engine.state
+        cdef ChannelState *channel = &self.state
+        cdef double began, until
+        cdef int ended = load(&work.done)
+        if ended:
+            return WAIT_DONE
+        with nogil:
+            pthread_mutex_lock(&state.queue_lock)
+            state.waiters += 1
+            pthread_mutex_unlock(&state.queue_lock)
+        began = now()
+        try:
+            while not ended:
+                until = max(began, channel.last_progress) + timeout
+                with nogil:
+                    ended = drive(state, channel, work, min(until, now() + SIGNAL_CHECK))
+                if not ended:
+                    PyErr_CheckSignals()
+                    if now() > max(began, channel.last_progress) + timeout:
+                        return WAIT_TIMED_OUT
+        finally:
+            pthread_mutex_lock(&state.queue_lock)
+            state.waiters -= 1
+            if state.running:
+                pthread_cond_signal(&state.wake)
+            pthread_mutex_unlock(&state.queue_lock)
+        if channel.failure:
+            self._raise_failure()
+        return WAIT_DONE
+
+    cdef void poke(self) noexcept nogil:
+        """Take one step of progress where no thread does it."""
+        if self.state.pending and not self.engine.state.running:
+            self.engine.step()
+
+    def _raise_failure(self):
+        cdef MPI_Comm comm = MPI_COMM_NULL
+        if self.communicator is not None:
+            comm = <MPI_Comm><size_t>self.communicator.handle
+        check(self.state.failure, self.state.failed_call, comm)

@@ -1,0 +1,76 @@
+"""Turn return codes of MPI and of the C library into exceptions, in one place.
+
+Every MPI call of the compiled layer goes through `check`, every pthread or
+system call through `check_errno`. Code that runs without the GIL on the engine
+thread cannot raise: it stores code and call, and whoever waits checks them here.
+"""
+
+from libc.string cimport strerror
+from mpi4py.libmpi cimport (
+    MPI_COMM_NULL,
+    MPI_COMM_WORLD,
+    MPI_MAX_ERROR_STRING,
+    MPI_MAX_OBJECT_NAME,
+    MPI_SUCCESS,
+    MPI_Comm,
+    MPI_Comm_get_name,
+    MPI_Comm_rank,
+    MPI_Error_string,
+    MPI_Finalized,
+    MPI_Initialized,
+)
+
+
+class MPIError(RuntimeError):
+    """An MPI call of the compiled layer failed.
+
+    Attributes:
+        code: the MPI error code.
+        call: the name of the MPI function.
+        rank: this process's rank in the communicator, -1 when unknown.
+    """
+
+    def __init__(self, message: str, code: int = 0, call: str = "", rank: int = -1) -> None:
+        super().__init__(message)
+        self.code = code
+        self.call = call
+        self.rank = rank
+
+
+cdef int check(int code, const char *call, MPI_Comm comm) except -1 nogil:
+    if code == MPI_SUCCESS:
+        return 0
+    with gil:
+        raise _mpi_error(code, call.decode(), comm)
+
+
+cdef int check_errno(int code, const char *call) except -1 nogil:
+    if code == 0:
+        return 0
+    with gil:
+        raise OSError(code, f"{call.decode()}: {strerror(code).decode()}")
+
+
+cdef object _mpi_error(int code, str call, MPI_Comm comm):
+    cdef char text[MPI_MAX_ERROR_STRING + 1]
+    cdef char name[MPI_MAX_OBJECT_NAME + 1]
+    cdef int length = 0
+    cdef int rank = -1
+    cdef int initialized = 0
+    cdef int finalized = 0
+    MPI_Initialized(&initialized)
+    MPI_Finalized(&finalized)
+    if not initialized or finalized:
+        when = "before MPI was initialised" if not initialized else "after MPI was finalised"
+        return MPIError(f"{call} was called {when} (error code {code})", code, call)
+    message = f"error code {code}"
+    if MPI_Error_string(code, text, &length) == MPI_SUCCESS:
+        message = text[:length].decode(errors="replace")
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank)
+    where = f"world rank {rank}"
+    if comm != MPI_COMM_NULL:
+        if MPI_Comm_get_name(comm, name, &length) == MPI_SUCCESS and length:
+            where += f", communicator {name[:length].decode(errors='replace')!r}"
+        MPI_Comm_rank(comm, &rank)
+        where += f", rank {rank} there"
+    return MPIError(f"{call} failed on {where}: {message}", code, call, rank)

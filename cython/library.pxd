@@ -1,0 +1,1 @@
+# Nothing to cimport: which MPI this build belongs to is asked from Python.

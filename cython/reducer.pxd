@@ -1,0 +1,66 @@
+from cpython.object cimport PyObject
+
+from mpiddp.engine cimport Channel
+
+
+cdef enum Layout:
+    # How a gradient gets in and out of its bucket.
+    LAYOUT_CONTIGUOUS       # memcpy if the gradient is contiguous
+    LAYOUT_STRIDED          # memcpy if the gradient has the parameter's strides
+    LAYOUT_GENERAL          # torch's copy_
+    LAYOUT_SPARSE           # no bucket memory
+
+
+cdef struct ParameterState:
+    char *address           # of the view in the bucket
+    size_t bytes
+    char *gradient          # address to write the mean back to, NULL: through torch
+    Py_ssize_t bucket
+    Py_ssize_t position     # in its bucket
+    Layout layout
+    bint fired              # its hook ran in this backward
+    bint used               # its hook ran since the last reduction, no_sync included
+
+
+cdef class Reducer:
+    cdef object __weakref__
+    cdef readonly list parameters
+    cdef readonly list buckets
+    cdef readonly object process_group
+    cdef readonly bint find_unused_parameters
+    cdef readonly bint gradient_as_bucket_view
+    cdef readonly bint has_rebuilt_buckets
+    cdef object assign_buckets
+    cdef object describe_parameter
+    cdef object report_missing
+    cdef object timeout
+    cdef double divisor
+    cdef Channel channel
+    cdef ParameterState *states
+    cdef list gradients             # what .grad was when the hook copied from it
+    cdef list expect_sparse
+    cdef bint has_sparse
+    cdef list hooks
+    cdef list handles
+    cdef list arrival_order
+    cdef dict set_aside             # gradients of locally unused parameters in views
+    cdef list missing               # parameters that got no gradient in the last backward
+    cdef object logger
+    cdef Py_ssize_t next_bucket
+    cdef Py_ssize_t ready
+    cdef bint expecting             # a forward asked for gradients to be reduced
+    cdef bint callback_queued
+    cdef bint incomplete            # some rank missed some parameter in the last backward
+    cdef readonly Py_ssize_t reductions
+
+    cdef _register_hook(self, Py_ssize_t index)
+    cdef _reset_counting(self)
+    cdef int parameter_ready(self, Py_ssize_t index, object parameter) except -1
+    cdef int copy_in(self, Py_ssize_t index, object parameter, object gradient) except -1
+    cdef int launch_full_buckets(self) except -1
+    cdef int copy_out(self, Py_ssize_t index) except -1
+
+
+cdef class ParameterHook:
+    cdef PyObject *reducer          # borrowed: the reducer clears it when it goes
+    cdef Py_ssize_t index

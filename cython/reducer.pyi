@@ -1,0 +1,40 @@
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mpiddp.bucket import Bucket
+from mpiddp.engine import Channel
+
+class Reducer:
+    parameters: list[torch.Tensor]
+    buckets: list[Bucket]
+    process_group: Any
+    find_unused_parameters: bool
+    gradient_as_bucket_view: bool
+    has_rebuilt_buckets: bool
+    reductions: int
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        process_group: Any,
+        channel: Channel,
+        assign_buckets: Callable[[list[int] | None], list[list[int]]],
+        describe_parameter: Callable[[int], str],
+        report_missing: Callable[[list[tuple[int, int]]], None],
+        *,
+        expect_sparse: Sequence[bool] | None = None,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+    ) -> None: ...
+    def end_of_backward(self) -> None: ...
+    def prepare_for_forward(self) -> None: ...
+    def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None: ...
+    def set_logger(self, logger: Any) -> None: ...
+    def _rebuild_buckets(self) -> bool: ...
+    def _remove_autograd_hooks(self) -> None: ...
+    def _check_reducer_finalized(self) -> None: ...
+    def _autograd_hook(self, index: int) -> None: ...
+
+class ParameterHook:
+    def __call__(self, parameter: torch.Tensor) -> None: ...

@@ -1,0 +1,507 @@
+"""Hooks, buckets, readiness and launch order: the per-iteration side of DDP.
+
+The reducer sees each gradient as autograd makes it, copies it into its bucket,
+hands full buckets to the engine strictly by index, and at the end of backward
+waits and writes the means. It knows no MPI: small collectives that are not
+gradients go through the process group. It stands where torch's C++
+`torch._C._distributed_c10d.Reducer` stands in torch's wrapper and answers to the
+same names.
+
+Note [End of backward]
+~~~~~~~~~~~~~~~~~~~~~~
+The first hook of a backward queues `end_of_backward` as a callback of autograd's
+graph task, which runs when every gradient of that task is there. Parameters whose
+hook has not run by then are the unused ones: no search of the graph is needed.
+In a backward nested in another one (reentrant checkpointing) the callback belongs
+to the inner task and comes too early unless all parameters are ready; it then
+leaves the work to the callback that the next hook queues.
+
+Note [Unused parameters]
+~~~~~~~~~~~~~~~~~~~~~~~~
+A rank that has no gradient for a parameter contributes what `.grad` holds from
+earlier accumulation, or zeros, and still launches every bucket: no rank is left
+waiting, and all get the same mean. Without `find_unused_parameters` the missing
+gradient is reported all the same, by every rank together at the next forward
+(the flag behind the gradients tells them all, see bucket.pyx).
+"""
+
+from cpython.object cimport PyObject
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, memset
+
+import torch
+from torch.autograd import Variable
+
+from mpiddp.bucket cimport Bucket
+from mpiddp.engine cimport WAIT_TIMED_OUT, Channel, work_is_done
+
+
+cdef enum:
+    # Copies below this size are over before the GIL could be handed on.
+    RELEASE_GIL_BYTES = 1 << 16
+
+_queue_callback = Variable._execution_engine.queue_callback
+_current_autograd_node = torch._C._current_autograd_node
+
+# Buckets of reducers that went away while MPI could still write to them.
+_abandoned = []
+
+
+def _same_layout(gradient, view):
+    """Whether two tensors of one shape have their elements at the same offsets."""
+    for size, ours, theirs in zip(view.size(), view.stride(), gradient.stride()):
+        if size != 1 and ours != theirs:
+            return False
+    return True
+
+
+cdef class ParameterHook:
+    """What autograd calls when the gradient of one parameter is accumulated."""
+
+    def __call__(self, parameter):
+        if self.reducer != NULL:
+            (<Reducer>self.reducer).parameter_ready(self.index, parameter)
+
+
+cdef class Reducer:
+    """Average the gradients of one module over the ranks of a process group.
+
+    Collective: every rank of `process_group` makes its reducers in the same order.
+
+    Args:
+        parameters: the parameters that require a gradient, without duplicates.
+        process_group: an `mpiddp.process_group.ProcessGroup`.
+        channel: the engine's queue for this reducer's buckets.
+        assign_buckets: called with None, later with the order in which gradients
+            arrived (a list of parameter indices), on all ranks; returns the parameter
+            indices of each bucket in launch order, the same on all ranks.
+        describe_parameter: called with a parameter index, returns its name for errors.
+        report_missing: called on all ranks after a backward in which some rank missed a
+            gradient, with this rank's pairs (parameter index, bucket index); must raise.
+        expect_sparse: for each parameter, whether its gradient is sparse.
+        find_unused_parameters: as in torch's class.
+        gradient_as_bucket_view: as in torch's class.
+
+    Raises:
+        TypeError: a parameter's dtype cannot be averaged.
+    """
+
+    def __init__(self, parameters, process_group, Channel channel not None, assign_buckets,
+                 describe_parameter, report_missing, *, expect_sparse=None, bint find_unused_parameters=False,
+                 bint gradient_as_bucket_view=False):
+        cdef Py_ssize_t index, count = len(parameters)
+        self.parameters = list(parameters)
+        self.process_group = process_group
+        self.channel = channel
+        self.assign_buckets = assign_buckets
+        self.describe_parameter = describe_parameter
+        self.report_missing = report_missing
+        self.timeout = process_group.timeout
+        self.divisor = process_group.size()
+        self.expect_sparse = list(expect_sparse) if expect_sparse else [False] * count
+        self.has_sparse = any(self.expect_sparse)
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.gradients = [None] * count
+        self.arrival_order = []
+        self.set_aside = {}
+        self.missing = []
+        self.hooks = []
+        self.handles = []
+        self.states = <ParameterState *>calloc(max(count, 1), sizeof(ParameterState))
+        if self.states == NULL:
+            raise MemoryError
+        self._build_buckets(assign_buckets(None))
+        for index in range(count):
+            self._register_hook(index)
+
+    def __del__(self):
+        self._remove_autograd_hooks()
+        # MPI may still write to a bucket that was launched: keep its memory.
+        cdef Bucket bucket
+        for bucket in self.buckets or ():
+            if not work_is_done(&bucket.work):
+                _abandoned.append(bucket)
+
+    def __dealloc__(self):
+        free(self.states)
+
+    cdef _register_hook(self, Py_ssize_t index):
+        cdef ParameterHook hook = ParameterHook.__new__(ParameterHook)
+        hook.reducer = <PyObject *>self
+        hook.index = index
+        self.hooks.append(hook)
+        self.handles.append(self.parameters[index].register_post_accumulate_grad_hook(hook))
+
+    def _build_buckets(self, assignment):
+        """Make the buckets of `assignment`, a list of lists of parameter indices."""
+        cdef Bucket bucket
+        cdef ParameterState *state
+        cdef Py_ssize_t index, position
+        old_views = self._views() if self.gradient_as_bucket_view else None
+        self.buckets = []
+        for indices in assignment:
+            bucket = Bucket(
+                len(self.buckets),
+                [self.parameters[index] for index in indices],
+                indices,
+                self.divisor,
+                sparse=self.expect_sparse[indices[0]],
+            )
+            self.buckets.append(bucket)
+            for position, index in enumerate(indices):
+                state = &self.states[index]
+                state.bucket = bucket.index
+                state.position = position
+                parameter = self.parameters[index]
+                if bucket.sparse:
+                    state.layout = LAYOUT_SPARSE
+                    continue
+                view = bucket.views[position]
+                state.address = bucket.view_address(position)
+                state.bytes = view.numel() * view.element_size()
+                if parameter.is_complex():
+                    # A lazily conjugated gradient must not be copied by memcpy.
+                    state.layout = LAYOUT_GENERAL
+                elif view.is_contiguous():
+                    state.layout = LAYOUT_CONTIGUOUS
+                else:
+                    state.layout = LAYOUT_STRIDED
+                if old_views is not None and parameter.grad is not None:
+                    self._move_gradient(parameter, old_views[index], view)
+        self._reset_counting()
+
+    def _views(self):
+        """Return the view of each parameter, None where there is none."""
+        views = [None] * len(self.parameters)
+        for bucket in self.buckets or ():
+            for index, view in zip(bucket.parameter_indices, bucket.views):
+                views[index] = view
+        return views
+
+    def _move_gradient(self, parameter, old_view, view):
+        """Point a gradient that lives in an old bucket to its new place."""
+        if old_view is not None and parameter.grad.data_ptr() == old_view.data_ptr():
+            with torch.no_grad():
+                view.copy_(parameter.grad)
+            parameter.grad = view
+
+    cdef _reset_counting(self):
+        cdef Py_ssize_t index
+        cdef Bucket bucket
+        for index in range(len(self.parameters)):
+            self.states[index].fired = False
+            self.states[index].gradient = NULL
+        for bucket in self.buckets:
+            bucket.pending = len(bucket.parameter_indices)
+            if not bucket.sparse:
+                bucket.set_flag(-1, False)
+        self.next_bucket = 0
+        self.ready = 0
+
+    # The path of one gradient.
+
+    cdef int parameter_ready(self, Py_ssize_t index, object parameter) except -1:
+        cdef ParameterState *state = &self.states[index]
+        cdef Bucket bucket
+        state.used = True
+        if not self.expecting:
+            return 0
+        if state.fired:
+            raise RuntimeError(
+                f"Expected to mark a variable ready only once. The gradient of "
+                f"{self.describe_parameter(index)} was accumulated a second time in one "
+                f"backward pass: the parameter is used in several reentrant backward passes "
+                f"(torch.utils.checkpoint with use_reentrant=True), or outside of the "
+                f"wrapped module's forward. Use use_reentrant=False, or compute all uses "
+                f"in one forward."
+            )
+        state.fired = True
+        if not self.callback_queued:
+            _queue_callback(self.end_of_backward)
+            self.callback_queued = True
+        if not self.has_rebuilt_buckets:
+            self.arrival_order.append(index)
+        self.ready += 1
+        bucket = <Bucket>self.buckets[state.bucket]
+        if state.layout != LAYOUT_SPARSE:
+            self.copy_in(index, parameter, parameter.grad)
+            bucket.set_flag(state.position, True)
+        bucket.pending -= 1
+        if bucket.pending == 0 and state.bucket == self.next_bucket:
+            self.launch_full_buckets()
+        self.channel.poke()
+        return 0
+
+    cdef int copy_in(self, Py_ssize_t index, object parameter, object gradient) except -1:
+        """Bring `gradient` into the bucket, and with views `.grad` too."""
+        cdef ParameterState *state = &self.states[index]
+        cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
+        cdef char *address
+        cdef bint plain
+        if gradient.dtype is not bucket.dtype or gradient.layout is not torch.strided:
+            self._refuse_gradient(index, gradient)
+        address = <char *><size_t>gradient.data_ptr()
+        if address == state.address and state.bytes:
+            return 0                # accumulated right where it belongs
+        if state.layout == LAYOUT_CONTIGUOUS:
+            plain = gradient.is_contiguous()
+        elif state.layout == LAYOUT_STRIDED:
+            plain = _same_layout(gradient, bucket.views[state.position])
+        else:
+            plain = False
+        if not plain:
+            with torch.no_grad():
+                bucket.views[state.position].copy_(gradient)
+        elif state.bytes < RELEASE_GIL_BYTES:
+            memcpy(state.address, address, state.bytes)
+        else:
+            with nogil:
+                memcpy(state.address, address, state.bytes)
+        if self.gradient_as_bucket_view:
+            parameter.grad = bucket.views[state.position]
+        else:
+            self.gradients[index] = gradient
+            state.gradient = address if plain else NULL
+        return 0
+
+    def _refuse_gradient(self, index, gradient):
+        expected = self.parameters[index].dtype
+        hint = ""
+        if gradient.layout is not torch.strided:
+            hint = (
+                " Modules whose gradient is sparse must say so before they are wrapped "
+                "(Embedding and EmbeddingBag with sparse=True)."
+            )
+        raise RuntimeError(
+            f"{self.describe_parameter(index)} got a gradient of dtype {gradient.dtype} and "
+            f"layout {gradient.layout}, but its bucket holds {expected}, torch.strided.{hint}"
+        )
+
+    cdef int launch_full_buckets(self) except -1:
+        """Submit the buckets that are full, in order of their indices, none skipped."""
+        cdef Bucket bucket
+        while self.next_bucket < len(self.buckets):
+            bucket = <Bucket>self.buckets[self.next_bucket]
+            if bucket.pending:
+                break
+            if not bucket.sparse:
+                self.channel.submit(&bucket.work)
+            self.next_bucket += 1
+        return 0
+
+    # The end of backward.
+
+    def end_of_backward(self):
+        """Wait for the buckets and write the means. Autograd's final callback.
+
+        Collective.
+
+        Raises:
+            RuntimeError: an all-reduce failed, or some rank did not take part in it
+                within the group's timeout.
+        """
+        cdef Bucket bucket
+        cdef Py_ssize_t index
+        self.callback_queued = False
+        if not self.expecting:
+            return
+        if self.ready < len(self.parameters):
+            if _current_autograd_node() is not None:
+                return              # see Note [End of backward]
+            self._contribute_for_missing()
+        self.launch_full_buckets()
+        self.incomplete = False
+        for bucket in self.buckets:
+            if bucket.sparse:
+                continue
+            if self.channel.wait(&bucket.work, self.timeout.total_seconds()) == WAIT_TIMED_OUT:
+                self._raise_timeout(bucket)
+            if bucket.flag(-1):
+                self.incomplete = True
+                self._write_where_used(bucket)
+            elif not self.gradient_as_bucket_view:
+                for index in bucket.parameter_indices:
+                    self.copy_out(index)
+        if self.has_sparse:
+            self._reduce_sparse()
+        self._after_reduction()
+
+    def _contribute_for_missing(self):
+        """Fill in for the parameters whose hook did not run."""
+        cdef ParameterState *state
+        cdef Bucket bucket
+        cdef Py_ssize_t index
+        self.missing = []
+        for index in range(len(self.parameters)):
+            state = &self.states[index]
+            if state.fired:
+                continue
+            self.missing.append(index)
+            if not self.has_rebuilt_buckets:
+                self.arrival_order.append(index)
+            bucket = <Bucket>self.buckets[state.bucket]
+            bucket.pending -= 1
+            if bucket.sparse:
+                continue
+            parameter = self.parameters[index]
+            gradient = parameter.grad
+            if gradient is None:
+                memset(state.address, 0, state.bytes)
+            else:
+                if self.gradient_as_bucket_view and not state.used:
+                    self.set_aside[index] = gradient.clone()
+                self.copy_in(index, parameter, gradient)
+            bucket.set_flag(state.position, state.used)
+            bucket.set_flag(-1, True)
+
+    cdef int copy_out(self, Py_ssize_t index) except -1:
+        """Write the mean to the gradient that the hook saw."""
+        cdef ParameterState *state = &self.states[index]
+        cdef Bucket bucket
+        if state.gradient == NULL:
+            bucket = <Bucket>self.buckets[state.bucket]
+            with torch.no_grad():
+                self.gradients[index].copy_(bucket.views[state.position])
+        elif state.bytes < RELEASE_GIL_BYTES:
+            memcpy(state.gradient, state.address, state.bytes)
+        else:
+            with nogil:
+                memcpy(state.gradient, state.address, state.bytes)
+        return 0
+
+    def _write_where_used(self, Bucket bucket):
+        """Write the means of a bucket for which some rank missed a gradient."""
+        for position, index in enumerate(bucket.parameter_indices):
+            parameter = self.parameters[index]
+            view = bucket.views[position]
+            if not bucket.flag(position):
+                if index in self.set_aside:
+                    view.copy_(self.set_aside[index])
+            elif self.gradients[index] is not None:
+                self.copy_out(index)
+            elif parameter.grad is None:
+                parameter.grad = view if self.gradient_as_bucket_view else view.clone()
+
+    def _reduce_sparse(self):
+        """Average the sparse gradients, through the process group."""
+        cdef Bucket bucket
+        cdef ParameterState *state
+        sparse = [bucket.parameter_indices[0] for bucket in self.buckets if bucket.sparse]
+        flags = torch.zeros(len(sparse) + 1, dtype=torch.int64)
+        for position, index in enumerate(sparse):
+            state = &self.states[index]
+            flags[position] = state.used
+            flags[-1] += not state.fired
+        self.process_group.allreduce([flags]).wait()
+        self.incomplete |= flags[-1].item() > 0
+        for position, index in enumerate(sparse):
+            if not flags[position]:
+                continue
+            parameter = self.parameters[index]
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
+            with torch.no_grad():
+                total = gradient.detach().coalesce()
+                self.process_group.allreduce([total]).wait()
+                parameter.grad = total.div_(self.divisor)
+
+    def _after_reduction(self):
+        cdef Py_ssize_t index
+        for index in range(len(self.parameters)):
+            self.states[index].used = False
+        self._reset_counting()
+        if not self.gradient_as_bucket_view:
+            self.gradients = [None] * len(self.parameters)
+        self.set_aside.clear()
+        self.expecting = False
+        self.reductions += 1
+        if self.find_unused_parameters:
+            self.incomplete = False
+        if not self.incomplete:
+            self.missing = []
+
+    def _raise_timeout(self, Bucket bucket):
+        names = [self.describe_parameter(index) for index in bucket.parameter_indices]
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise RuntimeError(
+            f"rank {self.process_group.rank()}: the all-reduce of gradient bucket "
+            f"{bucket.index} ({shown}) has waited {self.timeout.total_seconds():g} s for other "
+            f"ranks. Likely causes: a rank skipped this backward pass or left the training "
+            f"loop early (uneven numbers of batches), a rank has failed or hangs elsewhere, or "
+            f"one rank is far slower (then raise the timeout of init_process_group)."
+        )
+
+    # What torch's wrapper calls.
+
+    def prepare_for_forward(self):
+        """Report what the previous backward left undone.
+
+        Collective only if a gradient was missing on some rank.
+
+        Raises:
+            RuntimeError: parameters got no gradient and `find_unused_parameters` is off,
+                or the previous backward did not end.
+        """
+        if self.incomplete:
+            self.incomplete = False
+            missing, self.missing = self.missing, []
+            self.report_missing([(index, self.states[index].bucket) for index in missing])
+        if self.expecting and self.ready:
+            raise RuntimeError(
+                f"the previous backward pass ended before all gradients were reduced: "
+                f"{self.ready} of {len(self.parameters)} parameters had theirs. Either it raised "
+                f"an exception, or a second forward pass began inside of it."
+            )
+
+    def prepare_for_backward(self, outputs):
+        """Expect a backward whose gradients are to be reduced. Not collective.
+
+        Args:
+            outputs: ignored; unused parameters are found without searching the graph.
+        """
+        self.expecting = True
+
+    def _rebuild_buckets(self):
+        """Lay the buckets out in the order in which gradients arrived on rank 0.
+
+        Collective the first time after a reduction; later it does nothing.
+
+        Returns:
+            Whether the buckets were rebuilt by this call.
+        """
+        if self.has_rebuilt_buckets or not self.reductions or self.expecting:
+            return False
+        self._build_buckets(self.assign_buckets(self.arrival_order))
+        self.arrival_order = []
+        self.has_rebuilt_buckets = True
+        return True
+
+    def _remove_autograd_hooks(self):
+        """Take the hooks off the parameters. Not collective."""
+        cdef ParameterHook hook
+        for hook in self.hooks or ():
+            hook.reducer = NULL
+        for handle in self.handles or ():
+            handle.remove()
+        self.hooks = []
+        self.handles = []
+
+    def _check_reducer_finalized(self):
+        """Raise RuntimeError unless the last backward was reduced to its end. Not collective."""
+        if self.expecting:
+            raise RuntimeError(
+                "Expected to have finished reduction: backward() was not called since the last "
+                "forward pass, or did not end."
+            )
+
+    def _autograd_hook(self, Py_ssize_t index):
+        """Mark parameter `index` ready, as its own hook would. Not collective."""
+        self.parameter_ready(index, self.parameters[index])
+
+    def set_logger(self, logger):
+        """Remember the wrapper's logger (weakly). Not collective."""
+        import weakref
+
+        self.logger = weakref.ref(logger)

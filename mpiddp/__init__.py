@@ -1,0 +1,50 @@
+"""DistributedDataParallel, native to MPI.
+
+    mpirun -n 16 python train.py
+
+    import mpiddp
+    from mpiddp import DistributedDataParallel as DDP
+
+    mpiddp.init_process_group()
+    model = DDP(model)
+
+Importing this package does not initialise MPI.
+"""
+
+from mpiddp.library_check import check_loaded_library as _check_loaded_library
+from mpiddp.library_check import check_torch as _check_torch
+
+try:
+    from mpiddp.library import compiled_against
+except ModuleNotFoundError as _error:
+    raise ImportError(
+        f"mpiddp is not compiled in {__path__[0]}. If that is its source folder, run from "
+        f"another directory, or install it: pip install ."
+    ) from _error
+
+_check_torch()
+_check_loaded_library()
+
+from torch.distributed import Backend as _Backend  # noqa: E402
+
+from mpiddp.distributed import DistributedDataParallel  # noqa: E402
+from mpiddp.rendezvous import (  # noqa: E402
+    BACKEND,
+    Topology,
+    create_process_group,
+    destroy_process_group,
+    get_topology,
+    init_process_group,
+)
+
+_Backend.register_backend(BACKEND, create_process_group, extended_api=True, devices=["cpu", "cuda"])
+
+__all__ = [
+    "DistributedDataParallel",
+    "Topology",
+    "compiled_against",
+    "destroy_process_group",
+    "get_topology",
+    "init_process_group",
+]
+__version__ = "0.1.0"

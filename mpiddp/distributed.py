@@ -1,0 +1,296 @@
+"""DistributedDataParallel: torch's own wrapper with our reducer in it.
+
+Note [Torch's wrapper]
+~~~~~~~~~~~~~~~~~~~~~~
+The class derives from torch's, so that isinstance, torch.compile and libraries see the
+class that they know, and forward, no_sync, buffers and state_dict are torch's own code. What
+is replaced is what `_ddp_init_helper` builds, the C++ Reducer and Logger, and what must be
+checked before torch's constructor talks to other ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from mpiddp import verification
+from mpiddp.bucket_assignment import BucketAssignment
+from mpiddp.logger import Logger
+from mpiddp.reducer import Reducer
+
+if TYPE_CHECKING:
+    from mpiddp.process_group import ProcessGroup
+
+# Arguments of torch's class that this version does not serve, with the value that is served.
+_NOT_SERVED = {
+    "delay_all_reduce_named_params": None,
+    "param_to_hook_all_reduce": None,
+    "mixed_precision": None,
+    "device_mesh": None,
+}
+
+
+class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
+    """Average the gradients of `module` over all ranks while backward runs.
+
+    Collective: every rank of the group constructs the same model in the same order. All ranks
+    start from rank 0's parameters and buffers. Arguments, defaults and behaviour are those of
+    `torch.nn.parallel.DistributedDataParallel`; forward is collective where buffers are
+    synchronised, backward is collective outside of `no_sync`.
+
+    Args:
+        module: the module to train, on the CPU.
+        device_ids: None (CPU).
+        output_device: None (CPU).
+        dim: unused on the CPU, as in torch.
+        broadcast_buffers: deprecated by torch in favour of `forward_sync_buffers`.
+        init_sync: whether the ranks' models are compared and rank 0's state is broadcast.
+        process_group: a group of mpiddp; None is the world.
+        bucket_cap_mb: size of a bucket in MiB; None is 25 with a first bucket of 1.
+        find_unused_parameters: whether parameters may take no part in a loss. It costs nothing
+            here and silences the error that otherwise names them.
+        check_reduction: deprecated, ignored.
+        gradient_as_bucket_view: whether each ``.grad`` is a view into its bucket, which saves the
+            gradients' memory and a copy.
+        static_graph: not served yet, must be False.
+        delay_all_reduce_named_params: not served yet, must be None.
+        param_to_hook_all_reduce: not served yet, must be None.
+        mixed_precision: not served yet, must be None.
+        device_mesh: not served yet, must be None.
+        skip_all_reduce_unused_params: accepted; unused parameters are reduced with the others.
+        bucket_cap_mb_list: sizes of the single buckets in MiB.
+        batched_grad_copy: accepted; it concerns GPUs.
+        forward_sync_buffers: whether rank 0's buffers are copied to all ranks at each forward;
+            None is True.
+
+    Raises:
+        TypeError: `module` is no module, `process_group` is not of mpiddp, or a gradient of some
+            parameter's dtype cannot be averaged.
+        ValueError: a bucket size is negative, or parameters are not on the CPU.
+        RuntimeError: there is no process group, no parameter needs a gradient, or the ranks
+            construct different models (the error names parameters and ranks).
+        NotImplementedError: an argument marked "not served yet" is used.
+    """
+
+    process_group: ProcessGroup
+    reducer: Reducer
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        arguments = dict(locals())
+        for name, served in _NOT_SERVED.items():
+            if arguments[name] is not served:
+                _refuse(f"the argument {name}")
+        if static_graph:
+            _refuse("static_graph=True")
+        _check_module(module)
+        _check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
+        _check_process_group(process_group)
+        # Read by _build_params_for_reducer, which torch's constructor calls.
+        object.__setattr__(self, "_verify_models", bool(init_sync))
+        super().__init__(
+            module,
+            device_ids=device_ids,
+            output_device=output_device,
+            dim=dim,
+            broadcast_buffers=broadcast_buffers,
+            init_sync=init_sync,
+            process_group=process_group,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            check_reduction=check_reduction,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            bucket_cap_mb_list=list(bucket_cap_mb_list) if bucket_cap_mb_list else None,
+            batched_grad_copy=batched_grad_copy,
+            forward_sync_buffers=forward_sync_buffers,
+        )
+        self._verify_models = False
+
+    def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
+        parameters, expect_sparse = super()._build_params_for_reducer()
+        if self._verify_models:
+            # Before torch's own check, whose error names no parameter, and before anything is
+            # broadcast, which needs equal sizes.
+            self._verify_equal_models()
+        return parameters, expect_sparse
+
+    def _verify_equal_models(self) -> None:
+        tensors = {
+            f"{kind} {name}": tensor
+            for kind, named in (
+                ("parameter", self.module.named_parameters()),
+                ("buffer", self.module.named_buffers()),
+            )
+            for name, tensor in named
+            if name not in self.parameters_to_ignore
+        }
+        trained = [name for name, tensor in tensors.items() if tensor.requires_grad]
+        settings = {
+            "bucket_cap_mb": self.bucket_bytes_cap / 2**20,
+            "bucket_cap_mb_list": self.bucket_bytes_cap_list,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "find_unused_parameters": self.find_unused_parameters,
+        }
+        verification.verify_equal_models(
+            self.process_group,
+            {
+                **verification.describe_tensors(tensors),
+                **{f"{name}'s need of a gradient": "given" for name in trained},
+                **verification.describe_settings(settings),
+            },
+        )
+
+    def _ddp_init_helper(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        expect_sparse_gradient: Sequence[bool],
+        param_to_name_mapping: dict[int, str],
+        static_graph: bool,
+    ) -> None:
+        """Build reducer and logger. Collective. Overrides torch's method of this name."""
+        group = self.process_group
+        config = self._bucket_config
+        limits = config.per_bucket_bytes_caps or (
+            config.first_bucket_bytes_cap,
+            config.bucket_bytes_cap,
+        )
+        describe = _describer(parameters, param_to_name_mapping)
+
+        def report_missing(missing: list[tuple[int, int]]) -> None:
+            verification.raise_missing_gradients(group, missing, describe)
+
+        channel = group.lease_channel()
+        self.reducer = Reducer(
+            parameters,
+            group,
+            channel,
+            BucketAssignment(parameters, expect_sparse_gradient, limits, group),
+            describe,
+            report_missing,
+            expect_sparse=expect_sparse_gradient,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+        )
+        weakref.finalize(self.reducer, group.return_channel, channel).atexit = False
+        self.logger = Logger(self.reducer, config.bucket_bytes_cap)
+        self.reducer.set_logger(self.logger)
+        self.logger.set_construction_data_and_log(
+            type(self.module).__name__,
+            self.device_ids or [],
+            -1 if self.output_device is None else self.output_device,
+            self.forward_sync_buffers,
+            any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in self.module.modules()),
+            static_graph,
+        )
+        self._passing_sync_batchnorm_handle(self.module)
+
+    # What torch's wrapper offers and this version does not serve yet.
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
+        """Not served yet."""
+        _refuse("register_comm_hook()")
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> NoReturn:
+        """Not served yet."""
+        _refuse("_register_builtin_comm_hook()")
+
+    def _register_buffer_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not served yet."""
+        _refuse("_register_buffer_comm_hook()")
+
+    def _set_static_graph(self) -> NoReturn:
+        """Not served yet."""
+        _refuse("_set_static_graph()")
+
+    def join(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not served yet."""
+        _refuse("join()")
+
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """Not served yet."""
+        _refuse("join_hook()")
+
+    def _update_process_group(self, new_process_group: Any) -> NoReturn:
+        """Not served yet."""
+        _refuse("_update_process_group()")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise NotImplementedError(  # the parts of torch's class that later issues bring
+        f"{what} of torch's DistributedDataParallel is not served by this version of mpiddp "
+        f"(README lists what is)"
+    )
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    devices = sorted({str(p.device) for p in module.parameters() if p.device.type != "cpu"})
+    if devices:
+        raise ValueError(
+            f"this version of mpiddp trains on the CPU; the module has parameters on "
+            f"{', '.join(devices)}"
+        )
+
+
+def _check_bucket_sizes(size: float | None, sizes: Sequence[float] | None) -> None:
+    for name, value in [("bucket_cap_mb", size), *(("bucket_cap_mb_list", s) for s in sizes or ())]:
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name} must be a number of MiB, not {value!r}")
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"{name} must be a finite number of MiB, not negative: {value!r}")
+
+
+def _check_process_group(process_group: object) -> None:
+    if process_group is None:
+        if not dist.is_initialized():
+            raise RuntimeError("call mpiddp.init_process_group() before DistributedDataParallel")
+        process_group = dist.group.WORLD
+    from mpiddp.process_group import ProcessGroup
+
+    if not isinstance(process_group, ProcessGroup):
+        name = getattr(process_group, "name", lambda: type(process_group).__name__)
+        raise TypeError(
+            f"DistributedDataParallel of mpiddp needs a process group of mpiddp, not "
+            f"{name() if callable(name) else name}: start with mpiddp.init_process_group()"
+        )
+
+
+def _describer(
+    parameters: Sequence[torch.nn.Parameter], names: dict[int, str]
+) -> Callable[[int], str]:
+    shapes = [tuple(parameter.shape) for parameter in parameters]
+
+    def describe(index: int) -> str:
+        # torch joins module and parameter names by a dot even where the module has no name.
+        return f"parameter {names[index].removeprefix('.')!r} of shape {shapes[index]}"
+
+    return describe

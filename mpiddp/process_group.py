@@ -1,0 +1,366 @@
+"""torch.distributed's process group on mpi4py: the small collectives around DDP.
+
+Gradients do not pass through here, they have the engine. Each collective starts a
+nonblocking MPI call and waits for it with a time limit, on a communicator that is
+used for nothing else, so a rank that never comes ends in an error on the others.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch._C._distributed_c10d import _create_work_from_future
+
+from mpiddp import datatypes
+from mpiddp.engine import Channel, Engine
+from mpiddp.iallreduce import IallreduceTransport
+
+Result = TypeVar("Result")
+
+_AVG = dist.ReduceOp.RedOpType.AVG
+_PREMUL_SUM = dist.ReduceOp.RedOpType.PREMUL_SUM
+
+# How a waiting rank gives its core away: tests at full speed, then with yields, then naps.
+_SPINS = 50
+_YIELD_SECONDS = 1e-3
+_SHORTEST_NAP = 50e-6
+_LONGEST_NAP = 1e-3
+
+
+# Memory that MPI may still write to after a time limit was reached.
+_abandoned: list[tuple[MPI.Request, tuple[torch.Tensor, ...]]] = []
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """The ranks of one communicator, as torch.distributed sees them.
+
+    Collective over `communicator`.
+
+    Args:
+        communicator: an mpi4py intracommunicator that this group owns and frees.
+        engine: the process's progress engine.
+        timeout: how long a collective may wait for other ranks.
+        store: the torch.distributed store that the group was made with.
+    """
+
+    def __init__(
+        self,
+        communicator: MPI.Intracomm,
+        engine: Engine,
+        timeout: timedelta,
+        store: dist.Store | None = None,
+    ) -> None:
+        super().__init__(communicator.Get_rank(), communicator.Get_size())
+        self.communicator: MPI.Comm = communicator
+        self.engine = engine
+        self.timeout = timeout
+        self._store = store
+        self._channels: list[Channel] = []
+        self._leased: set[int] = set()
+        self._name = ""
+        communicator.Set_name("mpiddp")
+
+    # What torch.distributed asks about the group.
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        """Return "mpiddp". Not collective."""
+        return "mpiddp"
+
+    @property
+    def group_name(self) -> str:
+        """The name that torch.distributed gave to this group."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def get_group_store(self) -> dist.Store | None:
+        """Return the store that this group was made with. Not collective."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long a collective may wait for other ranks. Not collective."""
+        self.timeout = timeout
+
+    def shutdown(self) -> None:
+        """Free the group's communicators.
+
+        Collective. Harmless when called twice.
+        """
+        for channel in self._channels:
+            if channel.idle and channel.communicator is not None:
+                self.engine.close_channel(channel)
+                channel.communicator.Free()
+        self._channels.clear()
+        if self.communicator != MPI.COMM_NULL:
+            self.communicator.Free()
+
+    def forget_communicators(self) -> None:
+        """Make shutdown free nothing, for an exit that is not collective. Not collective."""
+        self._channels.clear()
+        self.communicator = MPI.COMM_NULL
+
+    def abort(self) -> None:
+        """End every rank of the job, as MPI_Abort does. Not collective."""
+        MPI.COMM_WORLD.Abort(1)
+
+    # Collectives.
+
+    def broadcast(
+        self, tensors: list[torch.Tensor], opts: dist.BroadcastOptions
+    ) -> dist.Work:
+        """Copy each tensor from ``opts.rootRank`` to all ranks, as dist.broadcast does.
+
+        Collective. Any dtype, any strides.
+        """
+        for tensor in tensors:
+            dense = self._dense(tensor)
+            request = self.communicator.Ibcast(datatypes.buffer_of(dense), root=opts.rootRank)
+            self._wait(request, "broadcast", opts, dense)
+            _write_back(dense, tensor)
+        return _completed(tensors)
+
+    def allreduce(
+        self, tensors: list[torch.Tensor], opts: dist.AllreduceOptions | None = None
+    ) -> dist.Work:
+        """Reduce each tensor over all ranks in place, as dist.all_reduce does.
+
+        Collective. float16 and bfloat16 are reduced in float32 and rounded once; sparse COO
+        tensors are summed.
+
+        Raises:
+            TypeError: the dtype has no such reduction.
+        """
+        op = opts.reduceOp if opts is not None else dist.ReduceOp(dist.ReduceOp.SUM)
+        with torch.no_grad():
+            for tensor in tensors:
+                if tensor.layout is torch.sparse_coo:
+                    self._allreduce_sparse(tensor, op, opts)
+                else:
+                    self._allreduce_dense(tensor, op, opts)
+        return _completed(tensors)
+
+    def allreduce_coalesced(
+        self, tensors: list[torch.Tensor], opts: dist.AllreduceCoalescedOptions
+    ) -> dist.Work:
+        """Reduce several tensors. Collective."""
+        return self.allreduce(tensors, opts)
+
+    def allgather(
+        self,
+        outputs: list[list[torch.Tensor]],
+        inputs: list[torch.Tensor],
+        opts: dist.AllgatherOptions | None = None,
+    ) -> dist.Work:
+        """Gather each input from all ranks into a list, as dist.all_gather does.
+
+        Collective. Any dtype; the tensors of the ranks may differ in size.
+
+        Raises:
+            ValueError: a list has not one tensor for each rank.
+        """
+        for output, tensor in zip(outputs, inputs, strict=True):
+            if len(output) != self.size():
+                raise ValueError(
+                    f"all_gather needs {self.size()} output tensors, one a rank, not {len(output)}"
+                )
+            source = self._dense(tensor)
+            counts = [part.numel() * part.element_size() for part in output]
+            flat = torch.empty(sum(counts), dtype=torch.uint8)
+            request = self.communicator.Iallgatherv(
+                datatypes.buffer_of(source),
+                [datatypes.buffer_of(flat)[0], counts, None, MPI.BYTE],
+            )
+            self._wait(request, "all_gather", opts, source, flat)
+            with torch.no_grad():
+                for part, piece in zip(output, flat.split(counts), strict=True):
+                    if part.numel():
+                        # Viewing bytes as a wider dtype needs them aligned: copy.
+                        part.copy_(piece.clone().view(part.dtype).view(part.shape))
+        return _completed(outputs)
+
+    def _allgather_base(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        opts: dist.AllgatherOptions | None = None,
+    ) -> dist.Work:
+        source = self._dense(tensor)
+        target = self._dense(output)
+        if target.numel() != source.numel() * self.size():
+            raise ValueError(
+                f"all_gather of {source.numel()} elements over {self.size()} ranks needs an "
+                f"output of {source.numel() * self.size()} elements, not {target.numel()}"
+            )
+        request = self.communicator.Iallgather(
+            datatypes.buffer_of(source), datatypes.buffer_of(target)[0]
+        )
+        self._wait(request, "all_gather", opts, source, target)
+        _write_back(target, output)
+        return _completed([output])
+
+    # The name that torch 2.13 gave to the same operation.
+    all_gather_single = _allgather_base
+
+    def barrier(self, opts: dist.BarrierOptions | None = None) -> dist.Work:
+        """Wait until all ranks are here. Collective."""
+        self._wait(self.communicator.Ibarrier(), "barrier", opts)
+        return _completed([])
+
+    def allgather_objects(self, value: Result) -> list[Result]:
+        """Return the picklable `value` of every rank, by rank. Collective."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.zeros(self.size(), dtype=torch.int64)
+        self._allgather_base(sizes, torch.tensor([data.numel()]))
+        pieces = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+        self.allgather([pieces], [data])
+        return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]
+
+    # Queues for gradients.
+
+    def lease_channel(self) -> Channel:
+        """Return a queue of the engine with a communicator of its own.
+
+        Collective. Communicators are a limited resource and may only be freed together, while
+        reducers are garbage-collected at a different time on each rank: so channels are kept
+        and leased again, and the ranks agree on one that is idle on all of them.
+        """
+        free = torch.ones(len(self._channels), dtype=torch.uint8)
+        for index, channel in enumerate(self._channels):
+            free[index] = index not in self._leased and channel.idle
+        if len(self._channels):
+            opts = dist.AllreduceOptions()
+            opts.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+            self.allreduce([free], opts)
+        candidates = free.nonzero().flatten().tolist()
+        if candidates:
+            index = candidates[0]
+        else:
+            index = len(self._channels)
+            self._channels.append(self._open_channel())
+        self._leased.add(index)
+        return self._channels[index]
+
+    def return_channel(self, channel: Channel) -> None:
+        """Give a leased channel back. Not collective."""
+        if channel in self._channels:
+            self._leased.discard(self._channels.index(channel))
+
+    def _open_channel(self) -> Channel:
+        if self.size() == 1:
+            return self.engine.open_channel(None)
+        communicator = self.communicator.Dup()
+        communicator.Set_errhandler(MPI.ERRORS_RETURN)
+        communicator.Set_name(f"mpiddp gradients {len(self._channels)}")
+        return self.engine.open_channel(IallreduceTransport(communicator), communicator)
+
+    # Within.
+
+    def _dense(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return `tensor` if MPI can use its memory as it is, else a contiguous copy."""
+        if tensor.device.type != "cpu":
+            raise ValueError(
+                f"this version of mpiddp moves CPU tensors only, not a tensor on {tensor.device}"
+            )
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"cannot move a tensor of layout {tensor.layout} over MPI")
+        return tensor.detach().contiguous().resolve_conj().resolve_neg()
+
+    def _allreduce_dense(
+        self, tensor: torch.Tensor, op: dist.ReduceOp, opts: Any
+    ) -> None:
+        how = datatypes.reduction(tensor.dtype, op)
+        kind = getattr(op, "op", op)
+        total = self._dense(tensor).to(how.dtype)
+        # Out of place: Open MPI's nonblocking all-reduce is twice as fast then.
+        contribution = total.clone() if kind != _PREMUL_SUM else total * _premultiplier(op)
+        request = self.communicator.Iallreduce(
+            datatypes.buffer_of(contribution, how.datatype),
+            datatypes.buffer_of(total, how.datatype),
+            op=how.operation,
+        )
+        self._wait(request, "all_reduce", opts, contribution, total)
+        if kind == _AVG:
+            rounding = None if how.dtype.is_floating_point or how.dtype.is_complex else "trunc"
+            total.div_(self.size(), rounding_mode=rounding)
+        _write_back(total, tensor)
+
+    def _allreduce_sparse(self, tensor: torch.Tensor, op: dist.ReduceOp, opts: Any) -> None:
+        if getattr(op, "op", op) != dist.ReduceOp.SUM:
+            raise TypeError("sparse tensors can only be summed over ranks, with ReduceOp.SUM")
+        own = tensor.detach().coalesce()
+        indices, values = own.indices().contiguous(), own.values().contiguous()
+        sizes = torch.zeros(self.size(), dtype=torch.int64)
+        self._allgather_base(sizes, torch.tensor([values.shape[0]]), opts)
+        shapes = [int(size) for size in sizes]
+        all_indices = [torch.empty(indices.shape[0], n, dtype=torch.int64) for n in shapes]
+        all_values = [torch.empty(n, *values.shape[1:], dtype=values.dtype) for n in shapes]
+        self.allgather([all_indices, all_values], [indices, values], opts)
+        # Summed in order of ranks by coalesce(), so all ranks get the same bits.
+        total = torch.sparse_coo_tensor(
+            torch.cat(all_indices, dim=1), torch.cat(all_values), tensor.shape
+        ).coalesce()
+        tensor.copy_(total)
+
+    def _wait(self, request: MPI.Request, name: str, opts: Any, *memory: torch.Tensor) -> None:
+        """Wait for `request`, which uses `memory`, at most for the timeout.
+
+        The core is not burnt: with more ranks than cores the others need it to come here.
+        """
+        for _ in range(_SPINS):
+            if request.Test():
+                return
+        limit = self._limit(opts)
+        began = time.monotonic()
+        nap = _SHORTEST_NAP
+        while not request.Test():
+            waited = time.monotonic() - began
+            if waited > limit:
+                _abandoned.append((request, memory))
+                raise RuntimeError(
+                    f"rank {self.rank()} of {self.size()}: {name} on process group "
+                    f"{self.group_name or 'world'!r} has waited {limit:g} s for other ranks. Did "
+                    f"all ranks call it, in the same order, and are they still alive?"
+                )
+            if waited < _YIELD_SECONDS:
+                os.sched_yield()
+            else:
+                time.sleep(nap)
+                nap = min(2 * nap, _LONGEST_NAP)
+
+    def _limit(self, opts: Any) -> float:
+        """Return the time limit in seconds: the call's own, or the group's."""
+        own = getattr(opts, "timeout", None)
+        # torch marks "not given" by a negative time.
+        limit = own if own is not None and own > timedelta(0) else self.timeout
+        return float(limit.total_seconds())
+
+
+def _write_back(dense: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy `dense` to `tensor` unless both are the same memory."""
+    if dense.data_ptr() != tensor.data_ptr():
+        with torch.no_grad():
+            tensor.copy_(dense)
+
+
+def _premultiplier(op: dist.ReduceOp) -> Any:
+    """Return the factor that a PREMUL_SUM multiplies by."""
+    factor = getattr(op, "factor", None)
+    if factor is None:
+        raise TypeError("ReduceOp.PREMUL_SUM needs a factor: ReduceOp.PREMUL_SUM(factor)")
+    return factor
+
+
+def _completed(result: Iterable[Any]) -> dist.Work:
+    """Return the Work of an operation that is over, with its result in a future."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(result)
+    return _create_work_from_future(future)

@@ -1,0 +1,370 @@
+"""From a world of MPI ranks to a world of torch.distributed.
+
+Also what must happen when it ends: on request, at interpreter exit, or because a
+rank failed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from mpiddp.library_check import check_loaded_library
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpiddp.engine import Engine
+    from mpiddp.process_group import ProcessGroup
+
+BACKEND = "mpiddp"
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+# Set to 0 to make progress from autograd's hooks instead of a thread.
+PROGRESS_THREAD_VARIABLE = "MPIDDP_PROGRESS_THREAD"
+
+# What launchers tell a process about the number of ranks they started.
+_LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+# SLURM says this to every process of an allocation, whoever started it.
+_SCHEDULER_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where this process stands among the ranks and the nodes.
+
+    Attributes:
+        rank: rank in the world, from 0.
+        world_size: number of ranks.
+        local_rank: rank among the ranks that share this node's memory.
+        local_world_size: number of those.
+        node_rank: number of this node, in order of the nodes' lowest ranks.
+        node_count: number of nodes.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    node_count: int
+
+    def as_environment(self) -> dict[str, str]:
+        """Return torchrun's environment variables for this process. Not collective."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+            "GROUP_WORLD_SIZE": str(self.node_count),
+        }
+
+
+@dataclass
+class _World:
+    """What init_process_group made and destroy_process_group takes apart."""
+
+    communicator: MPI.Intracomm
+    engine: Engine
+    topology: Topology
+    environment: dict[str, str]
+    excepthook: Callable[..., Any]
+    process_id: int
+    groups: list[weakref.ref[ProcessGroup]] = field(default_factory=list)
+
+
+_world: _World | None = None
+_owns_mpi = False
+
+
+def init_process_group(
+    comm: MPI.Intracomm | None = None, timeout: timedelta = DEFAULT_TIMEOUT
+) -> None:
+    """Initialise torch.distributed on the ranks of an MPI communicator.
+
+    Collective over `comm`. Initialises MPI if nobody has, duplicates `comm`, and sets torchrun's
+    variables RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE where
+    they are unset. From here on an uncaught exception on any rank ends the whole job.
+
+    Args:
+        comm: any mpi4py intracommunicator; its ranks become torch.distributed's ranks. None is
+            ``MPI.COMM_WORLD``. Without mpirun that is a world of one.
+        timeout: how long a collective waits for other ranks before it raises.
+
+    Raises:
+        ImportError: mpi4py runs on another MPI than mpiddp was compiled against.
+        TypeError: an argument is of the wrong type.
+        ValueError: `comm` is null or an intercommunicator, or `timeout` is not positive.
+        RuntimeError: it was called before; the MPI gives less than THREAD_MULTIPLE; or every
+            process is a world of one although the launcher started several.
+    """
+    global _world
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a datetime.timedelta, not {type(timeout).__name__}")
+    if timeout <= timedelta(0):
+        raise ValueError(f"timeout must be positive, not {timeout}")
+    if dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is initialised already; call destroy_process_group() first"
+        )
+    communicator = _checked_communicator(comm)
+
+    from mpiddp.engine import Engine
+
+    threaded = _progress_thread_wanted()
+    _check_thread_level(threaded)
+    own = communicator.Dup()
+    topology = _find_topology(own)
+    environment = {
+        name: value
+        for name, value in topology.as_environment().items()
+        if name not in os.environ
+    }
+    os.environ.update(environment)
+    _world = _World(
+        own, Engine(threaded=threaded), topology, environment, sys.excepthook, os.getpid()
+    )
+    try:
+        dist.init_process_group(
+            BACKEND,
+            store=_shared_store(own, topology, timeout),
+            rank=topology.rank,
+            world_size=topology.world_size,
+            timeout=timeout,
+        )
+    except BaseException:
+        _leave_world()
+        raise
+    # After torch, whose own hook only adds the rank to the traceback.
+    _world.excepthook = sys.excepthook
+    sys.excepthook = _abort_on_exception
+    atexit.register(_stop_at_exit)
+
+
+def destroy_process_group() -> None:
+    """Free what init_process_group made. MPI itself stays initialised.
+
+    Collective.
+
+    Raises:
+        RuntimeError: there is no process group of mpiddp.
+    """
+    if _world is None:
+        raise RuntimeError("mpiddp.init_process_group() has not been called")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _leave_world()
+
+
+def get_topology() -> Topology:
+    """Return where this process stands among ranks and nodes. Not collective.
+
+    Raises:
+        RuntimeError: init_process_group has not been called.
+    """
+    if _world is None:
+        raise RuntimeError("the topology is known after mpiddp.init_process_group()")
+    return _world.topology
+
+
+def create_process_group(options: Any, backend_options: Any = None) -> ProcessGroup:
+    """Make the process group that torch.distributed asks for, as its registered creator.
+
+    Collective over the ranks of the new group.
+    """
+    from mpiddp.process_group import ProcessGroup
+
+    if _world is None:
+        raise RuntimeError(
+            'start with mpiddp.init_process_group() instead of torch.distributed.'
+            'init_process_group("mpiddp"): it needs no address and finds the ranks through MPI'
+        )
+    world = _world.communicator
+    ranks = list(options.global_ranks_in_group)
+    if ranks and len(ranks) < world.Get_size():
+        group = world.Get_group().Incl(ranks)
+        communicator = world.Create_group(group)
+        group.Free()
+    else:
+        communicator = world.Dup()
+    group = ProcessGroup(communicator, _world.engine, options.timeout, options.store)
+    _world.groups.append(weakref.ref(group))
+    return group
+
+
+def _checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
+    global _owns_mpi
+    from mpi4py import MPI
+
+    check_loaded_library()
+    if not MPI.Is_initialized():
+        # The user asked mpi4py not to, by mpi4py.rc; then ending it falls to us as well.
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        _owns_mpi = True
+    if MPI.Is_finalized():
+        raise RuntimeError("MPI has been finalised; it cannot be initialised twice")
+    if comm is None:
+        _refuse_separate_worlds(MPI.COMM_WORLD.Get_size())
+        return MPI.COMM_WORLD
+    if not isinstance(comm, MPI.Comm):
+        raise TypeError(f"comm must be an mpi4py communicator, not {type(comm).__name__}")
+    if comm == MPI.COMM_NULL:
+        raise ValueError("comm is MPI.COMM_NULL: this process is not in the communicator")
+    if not isinstance(comm, MPI.Intracomm):
+        raise ValueError("comm is an intercommunicator; merge it first (Intercomm.Merge)")
+    return comm
+
+
+def _progress_thread_wanted() -> bool:
+    value = os.environ.get(PROGRESS_THREAD_VARIABLE, "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"{PROGRESS_THREAD_VARIABLE} must be 0 or 1, not {value!r}")
+    return value == "1"
+
+
+def _check_thread_level(threaded: bool) -> None:
+    from mpi4py import MPI
+
+    names = {
+        MPI.THREAD_SINGLE: "THREAD_SINGLE",
+        MPI.THREAD_FUNNELED: "THREAD_FUNNELED",
+        MPI.THREAD_SERIALIZED: "THREAD_SERIALIZED",
+        MPI.THREAD_MULTIPLE: "THREAD_MULTIPLE",
+    }
+    needed = MPI.THREAD_MULTIPLE if threaded else MPI.THREAD_SERIALIZED
+    provided = MPI.Query_thread()
+    if provided < needed:
+        raise RuntimeError(
+            f"MPI was initialised with {names[provided]}, but mpiddp needs {names[needed]}. If "
+            f"your program initialises MPI, let it ask for MPI_THREAD_MULTIPLE (mpi4py does so "
+            f"unless mpi4py.rc.thread_level says otherwise). If this MPI has no "
+            f"MPI_THREAD_MULTIPLE, set {PROGRESS_THREAD_VARIABLE}=0: MPI_THREAD_SERIALIZED is "
+            f"enough then."
+        )
+
+
+def _refuse_separate_worlds(world_size: int) -> None:
+    """Raise if a launcher started several ranks that do not see each other."""
+    launched = [name for name in _LAUNCHER_SIZES if name in os.environ]
+    told = launched or [name for name in _SCHEDULER_SIZES if name in os.environ]
+    name = told[0] if told else ""
+    value = os.environ.get(name, "1")
+    if world_size > 1 or not value.isdigit() or int(value) <= 1:
+        return
+    from mpi4py import MPI
+
+    vendor, version = MPI.get_vendor()
+    raise RuntimeError(
+        f"this process is rank 0 of 1, although {name}={value}: each process would train a "
+        f"model of its own. The launcher and the MPI library do not fit: mpi4py runs on "
+        f"{vendor} {'.'.join(map(str, version))}. Use the mpirun of that MPI (with the PyPI "
+        f"wheels: the one beside {sys.executable}), or srun with its plugin (Open MPI 5: "
+        f"srun --mpi=pmix; MPICH: srun --mpi=pmi2). If a world of one is what you want, say "
+        f"so: init_process_group(comm=MPI.COMM_SELF)."
+    )
+
+
+def _find_topology(communicator: MPI.Intracomm) -> Topology:
+    from mpi4py import MPI
+
+    rank = communicator.Get_rank()
+    node = communicator.Split_type(MPI.COMM_TYPE_SHARED, key=rank)
+    try:
+        lowest_rank_here = node.allreduce(rank, op=MPI.MIN)
+        lowest_ranks = sorted(set(communicator.allgather(lowest_rank_here)))
+        return Topology(
+            rank=rank,
+            world_size=communicator.Get_size(),
+            local_rank=node.Get_rank(),
+            local_world_size=node.Get_size(),
+            node_rank=lowest_ranks.index(lowest_rank_here),
+            node_count=len(lowest_ranks),
+        )
+    finally:
+        node.Free()
+
+
+def _shared_store(
+    communicator: MPI.Intracomm, topology: Topology, timeout: timedelta
+) -> dist.Store:
+    """Return a store that all ranks share; rank 0 serves it on a free port.
+
+    mpiddp itself never uses it; torch.distributed does for groups of other backends.
+    """
+    host = socket.gethostname() if topology.node_count > 1 else "127.0.0.1"
+    server: dist.Store | None = None
+    port = 0
+    if topology.rank == 0:
+        server = dist.TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, timeout=timeout
+        )
+        port = server.port
+    host, port = communicator.bcast((host, port))
+    if server is not None:
+        return server
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def _leave_world() -> None:
+    global _world
+    world, _world = _world, None
+    if world is None:
+        return
+    if sys.excepthook is _abort_on_exception:
+        sys.excepthook = world.excepthook
+    atexit.unregister(_stop_at_exit)
+    world.engine.stop()
+    world.communicator.Free()
+    for name in world.environment:
+        os.environ.pop(name, None)
+
+
+def _abort_on_exception(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """Print the traceback and end the job: the other ranks would wait for this one."""
+    world = _world
+    if world is None:
+        sys.__excepthook__(kind, error, traceback)
+        return
+    world.excepthook(kind, error, traceback)
+    if world.process_id != os.getpid() or world.topology.world_size == 1:
+        return
+    from mpi4py import MPI
+
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if not MPI.Is_finalized():
+        MPI.COMM_WORLD.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+
+def _stop_at_exit() -> None:
+    """End without destroy_process_group: stop the thread, let mpi4py finalise MPI.
+
+    Nothing collective happens here, since the other ranks may be anywhere. torch's registry
+    must let go of the groups while there is an interpreter for their destructors.
+    """
+    if _world is None or _world.process_id != os.getpid():
+        return
+    _world.engine.stop()
+    for reference in _world.groups:
+        group = reference()
+        if group is not None:
+            group.forget_communicators()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if _owns_mpi:
+        from mpi4py import MPI
+
+        MPI.Finalize()

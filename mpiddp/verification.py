@@ -1,0 +1,121 @@
+"""What the ranks must agree about, and errors that say which of them do not."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from mpiddp.process_group import ProcessGroup
+
+_SHOWN = 10
+
+
+def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return by name what must be equal on all ranks: shape, dtype and strides.
+
+    Not collective.
+    """
+    return {
+        name: f"shape {tuple(tensor.shape)}, {tensor.dtype}, strides {tensor.stride()}"
+        if tensor.layout is torch.strided
+        else f"shape {tuple(tensor.shape)}, {tensor.dtype}, {tensor.layout}"
+        for name, tensor in tensors.items()
+    }
+
+
+def verify_equal_models(process_group: ProcessGroup, description: Mapping[str, str]) -> None:
+    """Raise on all ranks unless every rank gives the same description in the same order.
+
+    Collective. Only digests travel while all is well.
+
+    Args:
+        process_group: the ranks to compare.
+        description: what to compare, by the name that the error shall give.
+
+    Raises:
+        RuntimeError: it names the first differences and their ranks.
+    """
+    items = list(description.items())
+    digest = hashlib.sha256(pickle.dumps(items)).digest()
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    digests = torch.empty(process_group.size() * own.numel(), dtype=torch.uint8)
+    process_group.all_gather_single(digests, own)
+    if (digests.view(process_group.size(), -1) == own).all():
+        # The same on this rank as on all others, hence the same on all.
+        return
+    everyone = process_group.allgather_objects(items)
+    raise RuntimeError(
+        f"rank {process_group.rank()}: the ranks construct different models, so their gradients "
+        f"cannot be averaged. " + "; ".join(_differences(everyone)[:_SHOWN])
+    )
+
+
+def _differences(everyone: Sequence[Sequence[tuple[str, str]]]) -> list[str]:
+    """Name what differs from rank 0, with the ranks on which it does."""
+    reference = dict(everyone[0])
+    found: dict[str, list[int]] = {}
+    for rank, items in enumerate(everyone):
+        own = dict(items)
+        for name in [*reference, *(name for name in own if name not in reference)]:
+            ours, theirs = reference.get(name, "absent"), own.get(name, "absent")
+            if ours != theirs:
+                found.setdefault(f"{name} is {theirs} but {ours} on rank 0", []).append(rank)
+        if own == reference and list(own) != list(reference):
+            found.setdefault("parameters are registered in another order", []).append(rank)
+    return [f"on {_ranks(ranks)} {what}" for what, ranks in found.items()]
+
+
+def raise_missing_gradients(
+    process_group: ProcessGroup,
+    missing: Sequence[tuple[int, int]],
+    describe_parameter: Callable[[int], str],
+) -> None:
+    """Raise on all ranks, naming the parameters that got no gradient, and where.
+
+    Collective: all ranks know from the reduced flags that some rank missed some.
+
+    Args:
+        process_group: the ranks.
+        missing: pairs (parameter index, bucket index) that this rank missed.
+        describe_parameter: returns the name and shape of a parameter.
+
+    Raises:
+        RuntimeError: always.
+    """
+    where: dict[tuple[int, int], list[int]] = {}
+    for rank, pairs in enumerate(process_group.allgather_objects(list(missing))):
+        for pair in pairs:
+            where.setdefault(pair, []).append(rank)
+    shown = [
+        f"{describe_parameter(index)}, bucket {bucket}, on {_ranks(ranks)}"
+        for (index, bucket), ranks in sorted(where.items())
+    ]
+    rest = f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    raise RuntimeError(
+        f"Expected to have finished reduction in the prior iteration before starting a new one. "
+        f"These parameters got no gradient in the last backward: {'; '.join(shown[:_SHOWN])}{rest}. "
+        f"The others were averaged, with zeros for what was missing. If that is what your model "
+        f"does, pass find_unused_parameters=True to DistributedDataParallel; if not, see that "
+        f"every output of forward takes part in the loss and every parameter in an output, on "
+        f"all ranks."
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    listed = ", ".join(map(str, ranks[:_SHOWN]))
+    return f"ranks {listed}" + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+
+
+def describe_settings(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return constructor arguments in the form that verify_equal_models compares.
+
+    Not collective.
+    """
+    return {f"argument {name}": repr(value) for name, value in settings.items()}
