@@ -87,8 +87,8 @@ cdef class Reducer:
     """
 
     def __init__(self, parameters, process_group, Channel channel not None, assign_buckets,
-                 describe_parameter, report_missing, *, expect_sparse=None, bint find_unused_parameters=False,
-                 bint gradient_as_bucket_view=False):
+                 describe_parameter, report_missing, *, expect_sparse=None,
+                 bint find_unused_parameters=False, bint gradient_as_bucket_view=False):
         cdef Py_ssize_t index, count = len(parameters)
         self.parameters = list(parameters)
         self.process_group = process_group

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import BroadcastOptions, _compute_bucket_assignment_by_size
 
 if TYPE_CHECKING:
     from mpiddp.process_group import ProcessGroup
@@ -51,7 +51,7 @@ class BucketAssignment:
             order = list(reversed(range(len(self.parameters))))
         else:
             order = self._order_of_rank_0(arrival_order)
-        buckets, _ = dist._compute_bucket_assignment_by_size(
+        buckets, _ = _compute_bucket_assignment_by_size(
             [self.parameters[index] for index in order],
             self.size_limits,
             self.expect_sparse,
@@ -61,7 +61,7 @@ class BucketAssignment:
 
     def _order_of_rank_0(self, arrival_order: Sequence[int]) -> list[int]:
         order = torch.tensor(arrival_order, dtype=torch.int64)
-        options = dist.BroadcastOptions()
+        options = BroadcastOptions()
         options.rootRank = 0
         self.process_group.broadcast([order], options)
         return [int(index) for index in order]

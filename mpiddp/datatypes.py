@@ -36,7 +36,7 @@ _DATATYPES: dict[torch.dtype, MPI.Datatype] = {
     torch.bool: MPI.C_BOOL,
 }
 
-_Kind = dist.ReduceOp.RedOpType
+_Kind = dist.ReduceOp
 
 _OPERATIONS: dict[object, MPI.Op] = {
     _Kind.SUM: MPI.SUM,

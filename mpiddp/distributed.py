@@ -77,7 +77,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """
 
     process_group: ProcessGroup
-    reducer: Reducer
+    reducer: Reducer  # type: ignore[assignment]  # answers to the same calls as torch's
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         mixed_precision: Any = None,
         device_mesh: Any = None,
         skip_all_reduce_unused_params: bool = False,
-        bucket_cap_mb_list: Sequence[float] | None = None,
+        bucket_cap_mb_list: Sequence[int] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
     ) -> None:
@@ -259,7 +259,7 @@ def _check_module(module: object) -> None:
         )
 
 
-def _check_bucket_sizes(size: float | None, sizes: Sequence[float] | None) -> None:
+def _check_bucket_sizes(size: float | None, sizes: Sequence[int] | None) -> None:
     for name, value in [("bucket_cap_mb", size), *(("bucket_cap_mb_list", s) for s in sizes or ())]:
         if value is None:
             continue

@@ -6,7 +6,9 @@ extension modules were compiled against one. Two MPIs in a process end in a cras
 
 from __future__ import annotations
 
+import importlib
 import sys
+from typing import Any
 
 # What distributed.py overrides or calls of torch's own class.
 _WRAPPER_METHODS = (
@@ -60,13 +62,13 @@ def check_loaded_library() -> None:
 def _family_to_load() -> str | None:
     """Return which family of MPIs mpi4py's wheel would load, None if it is fixed."""
     try:
-        from mpi4py import _mpiabi
+        selection: Any = importlib.import_module("mpi4py._mpiabi")
     except ImportError:
         return None
-    if "mpi4py.MPI" not in _mpiabi._registry:
+    if "mpi4py.MPI" not in selection._registry:
         return None
     try:
-        return str(_mpiabi._get_mpiabi())
+        return str(selection._get_mpiabi())
     except RuntimeError as error:
         raise ImportError(f"mpi4py finds no MPI library to load: {error}") from error
 

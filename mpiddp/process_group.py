@@ -17,7 +17,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # stub lacks the last
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    Store,
+    Work,
+    _create_work_from_future,
+)
 
 from mpiddp import datatypes
 from mpiddp.engine import Channel, Engine
@@ -25,8 +34,8 @@ from mpiddp.iallreduce import IallreduceTransport
 
 Result = TypeVar("Result")
 
-_AVG = dist.ReduceOp.RedOpType.AVG
-_PREMUL_SUM = dist.ReduceOp.RedOpType.PREMUL_SUM
+_AVG = dist.ReduceOp.AVG
+_PREMUL_SUM = dist.ReduceOp.PREMUL_SUM
 
 # How a waiting rank gives its core away: tests at full speed, then with yields, then naps.
 _SPINS = 50
@@ -56,9 +65,9 @@ class ProcessGroup(dist.ProcessGroup):
         communicator: MPI.Intracomm,
         engine: Engine,
         timeout: timedelta,
-        store: dist.Store | None = None,
+        store: Store | None = None,
     ) -> None:
-        super().__init__(communicator.Get_rank(), communicator.Get_size())
+        super().__init__(communicator.Get_rank(), communicator.Get_size())  # type: ignore[call-arg]
         self.communicator: MPI.Comm = communicator
         self.engine = engine
         self.timeout = timeout
@@ -70,7 +79,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     # What torch.distributed asks about the group.
 
-    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+    def getBackendName(self) -> str:
         """Return "mpiddp". Not collective."""
         return "mpiddp"
 
@@ -82,7 +91,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
-    def get_group_store(self) -> dist.Store | None:
+    def get_group_store(self) -> Store | None:
         """Return the store that this group was made with. Not collective."""
         return self._store
 
@@ -114,9 +123,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     # Collectives.
 
-    def broadcast(
-        self, tensors: list[torch.Tensor], opts: dist.BroadcastOptions
-    ) -> dist.Work:
+    def broadcast(self, tensors: list[torch.Tensor], opts: BroadcastOptions) -> Work:
         """Copy each tensor from ``opts.rootRank`` to all ranks, as dist.broadcast does.
 
         Collective. Any dtype, any strides.
@@ -128,9 +135,7 @@ class ProcessGroup(dist.ProcessGroup):
             _write_back(dense, tensor)
         return _completed(tensors)
 
-    def allreduce(
-        self, tensors: list[torch.Tensor], opts: dist.AllreduceOptions | None = None
-    ) -> dist.Work:
+    def allreduce(self, tensors: list[torch.Tensor], opts: AllreduceOptions | None = None) -> Work:
         """Reduce each tensor over all ranks in place, as dist.all_reduce does.
 
         Collective. float16 and bfloat16 are reduced in float32 and rounded once; sparse COO
@@ -149,8 +154,8 @@ class ProcessGroup(dist.ProcessGroup):
         return _completed(tensors)
 
     def allreduce_coalesced(
-        self, tensors: list[torch.Tensor], opts: dist.AllreduceCoalescedOptions
-    ) -> dist.Work:
+        self, tensors: list[torch.Tensor], opts: AllreduceCoalescedOptions
+    ) -> Work:
         """Reduce several tensors. Collective."""
         return self.allreduce(tensors, opts)
 
@@ -158,8 +163,8 @@ class ProcessGroup(dist.ProcessGroup):
         self,
         outputs: list[list[torch.Tensor]],
         inputs: list[torch.Tensor],
-        opts: dist.AllgatherOptions | None = None,
-    ) -> dist.Work:
+        opts: AllgatherOptions | None = None,
+    ) -> Work:
         """Gather each input from all ranks into a list, as dist.all_gather does.
 
         Collective. Any dtype; the tensors of the ranks may differ in size.
@@ -181,7 +186,7 @@ class ProcessGroup(dist.ProcessGroup):
             )
             self._wait(request, "all_gather", opts, source, flat)
             with torch.no_grad():
-                for part, piece in zip(output, flat.split(counts), strict=True):
+                for part, piece in zip(output, torch.split(flat, counts), strict=True):
                     if part.numel():
                         # Viewing bytes as a wider dtype needs them aligned: copy.
                         part.copy_(piece.clone().view(part.dtype).view(part.shape))
@@ -191,8 +196,8 @@ class ProcessGroup(dist.ProcessGroup):
         self,
         output: torch.Tensor,
         tensor: torch.Tensor,
-        opts: dist.AllgatherOptions | None = None,
-    ) -> dist.Work:
+        opts: AllgatherOptions | None = None,
+    ) -> Work:
         source = self._dense(tensor)
         target = self._dense(output)
         if target.numel() != source.numel() * self.size():
@@ -207,10 +212,19 @@ class ProcessGroup(dist.ProcessGroup):
         _write_back(target, output)
         return _completed([output])
 
-    # The name that torch 2.13 gave to the same operation.
-    all_gather_single = _allgather_base
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions | None = None
+    ) -> Work:
+        """Gather equal inputs into one output tensor, as dist.all_gather_single does.
 
-    def barrier(self, opts: dist.BarrierOptions | None = None) -> dist.Work:
+        Collective. Any dtype.
+
+        Raises:
+            ValueError: the output has not the size of all inputs.
+        """
+        return self._allgather_base(output, input, opts)
+
+    def barrier(self, opts: BarrierOptions | None = None) -> Work:
         """Wait until all ranks are here. Collective."""
         self._wait(self.communicator.Ibarrier(), "barrier", opts)
         return _completed([])
@@ -219,7 +233,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Return the picklable `value` of every rank, by rank. Collective."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = torch.zeros(self.size(), dtype=torch.int64)
-        self._allgather_base(sizes, torch.tensor([data.numel()]))
+        self.all_gather_single(sizes, torch.tensor([data.numel()]))
         pieces = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
         self.allgather([pieces], [data])
         return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]
@@ -237,7 +251,7 @@ class ProcessGroup(dist.ProcessGroup):
         for index, channel in enumerate(self._channels):
             free[index] = index not in self._leased and channel.idle
         if len(self._channels):
-            opts = dist.AllreduceOptions()
+            opts = AllreduceOptions()
             opts.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
             self.allreduce([free], opts)
         candidates = free.nonzero().flatten().tolist()
@@ -274,9 +288,7 @@ class ProcessGroup(dist.ProcessGroup):
             raise TypeError(f"cannot move a tensor of layout {tensor.layout} over MPI")
         return tensor.detach().contiguous().resolve_conj().resolve_neg()
 
-    def _allreduce_dense(
-        self, tensor: torch.Tensor, op: dist.ReduceOp, opts: Any
-    ) -> None:
+    def _allreduce_dense(self, tensor: torch.Tensor, op: dist.ReduceOp, opts: Any) -> None:
         how = datatypes.reduction(tensor.dtype, op)
         kind = getattr(op, "op", op)
         total = self._dense(tensor).to(how.dtype)
@@ -299,14 +311,17 @@ class ProcessGroup(dist.ProcessGroup):
         own = tensor.detach().coalesce()
         indices, values = own.indices().contiguous(), own.values().contiguous()
         sizes = torch.zeros(self.size(), dtype=torch.int64)
-        self._allgather_base(sizes, torch.tensor([values.shape[0]]), opts)
+        self.all_gather_single(sizes, torch.tensor([values.shape[0]]), opts)
         shapes = [int(size) for size in sizes]
         all_indices = [torch.empty(indices.shape[0], n, dtype=torch.int64) for n in shapes]
         all_values = [torch.empty(n, *values.shape[1:], dtype=values.dtype) for n in shapes]
         self.allgather([all_indices, all_values], [indices, values], opts)
         # Summed in order of ranks by coalesce(), so all ranks get the same bits.
         total = torch.sparse_coo_tensor(
-            torch.cat(all_indices, dim=1), torch.cat(all_values), tensor.shape
+            torch.cat(all_indices, dim=1),
+            torch.cat(all_values),
+            tensor.shape,
+            check_invariants=False,
         ).coalesce()
         tensor.copy_(total)
 
@@ -359,8 +374,9 @@ def _premultiplier(op: dist.ReduceOp) -> Any:
     return factor
 
 
-def _completed(result: Iterable[Any]) -> dist.Work:
+def _completed(result: Iterable[Any]) -> Work:
     """Return the Work of an operation that is over, with its result in a future."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
-    return _create_work_from_future(future)
+    work: Work = _create_work_from_future(future)
+    return work

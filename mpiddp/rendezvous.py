@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
 
 from mpiddp.library_check import check_loaded_library
 
@@ -127,9 +128,7 @@ def init_process_group(
     own = communicator.Dup()
     topology = _find_topology(own)
     environment = {
-        name: value
-        for name, value in topology.as_environment().items()
-        if name not in os.environ
+        name: value for name, value in topology.as_environment().items() if name not in os.environ
     }
     os.environ.update(environment)
     _world = _World(
@@ -187,7 +186,7 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
 
     if _world is None:
         raise RuntimeError(
-            'start with mpiddp.init_process_group() instead of torch.distributed.'
+            "start with mpiddp.init_process_group() instead of torch.distributed."
             'init_process_group("mpiddp"): it needs no address and finds the ranks through MPI'
         )
     world = _world.communicator
@@ -198,9 +197,9 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
         group.Free()
     else:
         communicator = world.Dup()
-    group = ProcessGroup(communicator, _world.engine, options.timeout, options.store)
-    _world.groups.append(weakref.ref(group))
-    return group
+    made = ProcessGroup(communicator, _world.engine, options.timeout, options.store)
+    _world.groups.append(weakref.ref(made))
+    return made
 
 
 def _checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
@@ -295,25 +294,21 @@ def _find_topology(communicator: MPI.Intracomm) -> Topology:
         node.Free()
 
 
-def _shared_store(
-    communicator: MPI.Intracomm, topology: Topology, timeout: timedelta
-) -> dist.Store:
+def _shared_store(communicator: MPI.Intracomm, topology: Topology, timeout: timedelta) -> Store:
     """Return a store that all ranks share; rank 0 serves it on a free port.
 
     mpiddp itself never uses it; torch.distributed does for groups of other backends.
     """
     host = socket.gethostname() if topology.node_count > 1 else "127.0.0.1"
-    server: dist.Store | None = None
+    server: Store | None = None
     port = 0
     if topology.rank == 0:
-        server = dist.TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=timeout
-        )
+        server = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         port = server.port
     host, port = communicator.bcast((host, port))
     if server is not None:
         return server
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def _leave_world() -> None:

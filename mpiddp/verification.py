@@ -98,7 +98,8 @@ def raise_missing_gradients(
     rest = f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
     raise RuntimeError(
         f"Expected to have finished reduction in the prior iteration before starting a new one. "
-        f"These parameters got no gradient in the last backward: {'; '.join(shown[:_SHOWN])}{rest}. "
+        f"These parameters got no gradient in the last backward: "
+        f"{'; '.join(shown[:_SHOWN])}{rest}. "
         f"The others were averaged, with zeros for what was missing. If that is what your model "
         f"does, pass find_unused_parameters=True to DistributedDataParallel; if not, see that "
         f"every output of forward takes part in the loss and every parameter in an output, on "
