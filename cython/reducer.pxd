@@ -57,6 +57,7 @@ cdef class Reducer:
     cdef _reset_counting(self)
     cdef int parameter_ready(self, Py_ssize_t index, object parameter) except -1
     cdef int copy_in(self, Py_ssize_t index, object parameter, object gradient) except -1
+    cdef int queue_callback(self) except -1
     cdef int launch_full_buckets(self) except -1
     cdef int copy_out(self, Py_ssize_t index) except -1
 

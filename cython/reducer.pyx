@@ -9,9 +9,10 @@ same names.
 
 Note [End of backward]
 ~~~~~~~~~~~~~~~~~~~~~~
-The first hook of a backward queues `end_of_backward` as a callback of autograd's
-graph task, which runs when every gradient of that task is there. Parameters whose
-hook has not run by then are the unused ones: no search of the graph is needed.
+The first hook of a backward, of a parameter or of an output, queues
+`end_of_backward` as a callback of autograd's graph task, which runs when every
+gradient of that task is there. Parameters whose hook has not run by then are the
+unused ones: no search of the graph is needed.
 In a backward nested in another one (reentrant checkpointing) the callback belongs
 to the inner task and comes too early unless all parameters are ready; it then
 leaves the work to the callback that the next hook queues.
@@ -217,9 +218,7 @@ cdef class Reducer:
                 f"in one forward."
             )
         state.fired = True
-        if not self.callback_queued:
-            _queue_callback(self.end_of_backward)
-            self.callback_queued = True
+        self.queue_callback()
         if not self.has_rebuilt_buckets:
             self.arrival_order.append(index)
         self.ready += 1
@@ -231,6 +230,13 @@ cdef class Reducer:
         if bucket.pending == 0 and state.bucket == self.next_bucket:
             self.launch_full_buckets()
         self.channel.poke()
+        return 0
+
+    cdef int queue_callback(self) except -1:
+        """Have `end_of_backward` called, see Note [End of backward]."""
+        if self.expecting and not self.callback_queued:
+            _queue_callback(self.end_of_backward)
+            self.callback_queued = True
         return 0
 
     cdef int copy_in(self, Py_ssize_t index, object parameter, object gradient) except -1:
@@ -459,9 +465,19 @@ cdef class Reducer:
         """Expect a backward whose gradients are to be reduced. Not collective.
 
         Args:
-            outputs: ignored; unused parameters are found without searching the graph.
+            outputs: the tensors that forward returned, with `find_unused_parameters`. Backward
+                begins at them, also on a rank where it reaches no parameter at all.
         """
         self.expecting = True
+        # Left over if the last backward raised: its callback never ran.
+        self.callback_queued = False
+        for output in outputs:
+            if output.requires_grad:
+                output.register_hook(self._backward_begins)
+
+    def _backward_begins(self, gradient):
+        """Queue the final callback. A hook of the module's outputs; changes no gradient."""
+        self.queue_callback()
 
     def _rebuild_buckets(self):
         """Lay the buckets out in the order in which gradients arrived on rank 0.

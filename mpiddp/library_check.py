@@ -31,6 +31,8 @@ def check_torch() -> None:
         raise ImportError(f"mpiddp needs torch.distributed, which torch {torch.__version__} lacks")
     wrapper = torch.nn.parallel.DistributedDataParallel
     missing = [name for name in _WRAPPER_METHODS if not hasattr(wrapper, name)]
+    if not hasattr(torch.nn.parallel.distributed, "_BucketCapacityConfig"):
+        missing.append("_bucket_config")
     if missing:
         raise ImportError(
             f"mpiddp needs torch >= 2.13; torch {torch.__version__} has no "
