@@ -10,6 +10,7 @@ import atexit
 import os
 import socket
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from mpiddp.library_check import check_loaded_library
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 BACKEND = "mpiddp"
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+# Seconds that a rank tries to reach the store of rank 0, which answers at once or never.
+_STORE_PATIENCE = 5.0
 
 # Set to 0 to make progress from autograd's hooks instead of a thread.
 PROGRESS_THREAD_VARIABLE = "MPIDDP_PROGRESS_THREAD"
@@ -297,18 +301,35 @@ def _find_topology(communicator: MPI.Intracomm) -> Topology:
 def _shared_store(communicator: MPI.Intracomm, topology: Topology, timeout: timedelta) -> Store:
     """Return a store that all ranks share; rank 0 serves it on a free port.
 
-    mpiddp itself never uses it; torch.distributed does for groups of other backends.
+    mpiddp itself never uses it, torch.distributed does for groups of other backends: where the
+    nodes do not reach each other by TCP, training goes on without it.
     """
-    host = socket.gethostname() if topology.node_count > 1 else "127.0.0.1"
-    server: Store | None = None
-    port = 0
+    local = "127.0.0.1"
+    store: Store | None = None
+    port, problem = 0, ""
     if topology.rank == 0:
-        server = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        port = server.port
-    host, port = communicator.bcast((host, port))
-    if server is not None:
-        return server
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        store = TCPStore(local, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        port = store.port
+    host, port = communicator.bcast(
+        (socket.gethostname() if topology.node_count > 1 else local, port)
+    )
+    if topology.rank > 0:
+        try:
+            # torch's client would try for a minute, with a C++ trace on stderr at each try.
+            socket.create_connection((host, port), _STORE_PATIENCE).close()
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        except (OSError, RuntimeError) as error:
+            problem = f"rank {topology.rank}: {error}"
+    problems = [text for text in communicator.allgather(problem) if text]
+    if store is not None and not problems:
+        return store
+    if topology.rank == 0:
+        warnings.warn(
+            f"no TCP between the ranks ({host}:{port}), so groups of other backends, such as "
+            f'new_group(backend="gloo"), will not work: {problems[0]}',
+            stacklevel=2,
+        )
+    return HashStore()
 
 
 def _leave_world() -> None:
