@@ -1,0 +1,138 @@
+# Set up, train, test and check. `make help` lists the targets and the variables.
+#
+# Everything goes into a virtual environment, one for each MPI: both wheels own
+# bin/mpirun. Stamp files in it say what is up to date.
+
+MPI ?= openmpi
+NP ?= 2
+ARGS ?=
+PYTHON ?= python3
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+ifeq ($(MPI),openmpi)
+VENV := .venv
+else ifeq ($(MPI),mpich)
+VENV := .venv-mpich
+else
+$(error MPI=$(MPI) is unknown: choose MPI=openmpi or MPI=mpich)
+endif
+
+CREATED := $(VENV)/.created
+REQUIREMENTS := $(VENV)/.requirements
+INSTALLED := $(VENV)/.installed
+
+# The folders are listed for files that are removed from them.
+SOURCES := setup.py pyproject.toml cython mpiddp \
+	$(wildcard cython/*.pyx cython/*.pxd cython/*.pyi cython/*.h mpiddp/*.py mpiddp/py.typed)
+
+BIN := $(VENV)/bin
+# For programs that look for others: setup.py for mpicc, cython-lint for pycodestyle.
+WITH_PATH := PATH="$(CURDIR)/$(BIN):$$PATH"
+PIP := $(WITH_PATH) $(BIN)/python -m pip --disable-pip-version-check --quiet
+unexport MPICC PYTHONHOME PYTHONPATH
+
+# One machine may have fewer cores than ranks. So no rank is tied to a core, and one that
+# waits gives its core away.
+export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
+export PRTE_MCA_hwloc_default_binding_policy ?= none
+export OMPI_MCA_mpi_yield_when_idle ?= 1
+export OMP_NUM_THREADS ?= 1
+# Open MPI's wheel prints an error for every shared window while it tries this component.
+export OMPI_MCA_osc ?= ^ucx
+# Open MPI runs as root only when told twice.
+ifeq ($(shell id -u),0)
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+endif
+
+.PHONY: help
+help:
+	@echo 'make train    train examples/train.py on $$NP ranks (ARGS="--epochs 1" for its options)'
+	@echo 'make test     run the tests (ARGS="-n 2 tests/test_launch.py" for a part of them)'
+	@echo 'make lint     check the code with ruff, mypy and cython-lint'
+	@echo 'make build    compile and install mpiddp into the environment'
+	@echo 'make clean    remove what was built; the environments stay'
+	@echo
+	@echo 'MPI=openmpi   the MPI, openmpi (in .venv) or mpich (in .venv-mpich), now: $(MPI)'
+	@echo 'NP=2          the ranks to train on, now: $(NP)'
+	@echo 'PYTHON=...    the Python to create the environment with, now: $(PYTHON)'
+
+.PHONY: train
+train: $(INSTALLED)
+	$(BIN)/mpirun -n $(NP) $(BIN)/python examples/train.py $(ARGS)
+
+.PHONY: test
+test: $(INSTALLED)
+	$(BIN)/python tests/launch.py $(ARGS)
+
+.PHONY: build
+build: $(INSTALLED)
+
+# mypy needs the stubs beside the modules, as they are installed.
+.PHONY: lint
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(WITH_PATH) $(BIN)/cython-lint cython
+	@rm -rf build/mypy && mkdir -p build/mypy/mpiddp
+	@ln -s $(addprefix ../../../,$(wildcard mpiddp/*.py mpiddp/py.typed cython/*.pyi)) build/mypy/mpiddp
+	MYPYPATH=build/mypy $(BIN)/mypy -p mpiddp
+	$(BIN)/mypy --follow-imports=silent tests/launch.py tests/launch_report.py
+
+.PHONY: clean
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
+	rm -f .venv/.installed .venv-mpich/.installed
+
+# Written for any Python: an old one must get as far as the message.
+define CHECK_PYTHON
+import importlib.util, os, shutil, sys, sysconfig
+version = "%d.%d" % sys.version_info[:2]
+if sys.version_info < (3, 10):
+    sys.exit("mpiddp needs Python 3.10 or newer, and %s is Python %s.\n"
+             "Name another one: make PYTHON=python3.12" % (sys.executable, version))
+missing = []
+if not importlib.util.find_spec("ensurepip"):
+    missing.append("python%s-venv" % version)
+if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+    missing.append("python%s-dev" % version)
+if not shutil.which("cc"):
+    missing.append("gcc libc6-dev")
+if missing:
+    sys.exit("mpiddp cannot be set up with %s here. Install what is missing (names of\n"
+             "Debian and Ubuntu): apt-get install %s" % (sys.executable, " ".join(missing)))
+endef
+
+$(CREATED): export CHECK_PYTHON := $(value CHECK_PYTHON)
+$(CREATED):
+	@command -v $(PYTHON) >/dev/null || { \
+		echo 'mpiddp needs Python, and there is no $(PYTHON). Install it (Debian and Ubuntu):'; \
+		echo 'apt-get install python3-venv python3-dev'; exit 1; } >&2
+	@$(PYTHON) -c "$$CHECK_PYTHON"
+	@echo 'Creating $(VENV)'
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+# On x86_64 PyPI's torch brings CUDA, some gigabytes. PyTorch's own index has it without;
+# where that one cannot be reached, pip takes what its other sources have.
+define FIND_TORCH
+import sys, urllib.request
+try:
+    urllib.request.urlopen(sys.argv[1] + "/torch/", timeout=10).close()
+    print("--extra-index-url=" + sys.argv[1])
+except (OSError, ValueError):
+    pass
+endef
+
+$(REQUIREMENTS): export FIND_TORCH := $(value FIND_TORCH)
+$(REQUIREMENTS): constraints.txt $(CREATED)
+	@echo 'Installing PyTorch, mpi4py and $(MPI) into $(VENV) (minutes, once)'
+	@$(PIP) install -c constraints.txt torch \
+		$$($(BIN)/python -c "$$FIND_TORCH" '$(TORCH_INDEX)')
+	@$(PIP) install -c constraints.txt $(MPI) mpi4py Cython setuptools
+	@touch $@
+
+$(INSTALLED): $(REQUIREMENTS) $(SOURCES)
+	@echo 'Compiling and installing mpiddp into $(VENV)'
+	@$(PIP) install -c constraints.txt --no-build-isolation '.[examples,test,lint]'
+	@touch $@

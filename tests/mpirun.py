@@ -1,0 +1,111 @@
+"""Start Python programs under mpirun from a test, and end every process of them in time."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+__all__ = ["find", "run"]
+
+# What the Makefile sets too. All ranks share this machine's cores: they must not be bound, and must
+# yield when they wait.
+ENVIRONMENT = {
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_osc": "^ucx",
+    "OMP_NUM_THREADS": "1",
+}
+if os.geteuid() == 0:
+    ENVIRONMENT |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def find() -> str:
+    """Return the mpirun that belongs to the running Python: beside it, else the one on PATH."""
+    beside = Path(sys.executable).parent / "mpirun"
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if found is None:
+        raise FileNotFoundError(f"no mpirun beside {sys.executable} and none on PATH")
+    return found
+
+
+def run(
+    n: int,
+    args: Sequence[str | os.PathLike[str]],
+    timeout: float,
+    env: Mapping[str, str | None] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run `python ARGS` on `n` ranks and return what it printed, whatever its exit code.
+
+    `env` is added to the environment; a value of None removes the variable. After `timeout` seconds
+    every process of the run is killed, and TimeoutError raised with the end of its output.
+    """
+    merged: dict[str, str | None] = {**os.environ, **ENVIRONMENT, **(env or {})}
+    command = [find(), "-n", str(n), sys.executable, *(os.fspath(arg) for arg in args)]
+    # Files, not pipes: a rank that outlived its mpirun would keep a pipe open.
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out,
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as err,
+    ):
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env={name: value for name, value in merged.items() if value is not None},
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            late = True
+        else:
+            late = False
+        finally:
+            _end(process)
+        out.seek(0)
+        err.seek(0)
+        result = subprocess.CompletedProcess(command, process.returncode, out.read(), err.read())
+    if late:
+        raise TimeoutError(
+            f"{' '.join(command)}: not done after {timeout} s\n"
+            f"stdout: {result.stdout[-2000:]}\nstderr: {result.stderr[-2000:]}"
+        )
+    return result
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End `process` and all that it started: first mpirun in its own way, then by force."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+    if process.poll() is None:
+        process.kill()
+    # Launchers put ranks into process groups of their own, but all remain in mpirun's session.
+    deadline = time.monotonic() + 10
+    while (left := _session(process.pid)) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.poll()
+        time.sleep(0.05)
+    process.wait()
+
+
+def _session(leader: int) -> list[int]:
+    """Return the pids of the processes of a session that still run."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # pid (name) state ppid pgrp session ...; the name may hold anything
+            state, _, _, session = entry.read_text().rpartition(")")[2].split()[:4]
+            if int(session) == leader and state not in "ZX":
+                found.append(int(entry.parent.name))
+    return found
