@@ -1,0 +1,197 @@
+"""Train a small convolutional net on handwritten digits, on any number of MPI ranks.
+
+    mpirun -n 2 python examples/train.py
+    mpirun -n 2 python examples/train.py --checkpoint digits.pt --resume
+
+The data are scikit-learn's bundled 1,797 images of 8 x 8 pixels: nothing is downloaded.
+Comments starting with MPI mark what a script for one process would not have.
+"""
+
+import argparse
+import hashlib
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+from tqdm import tqdm
+
+import mpiddp
+from mpiddp import DistributedDataParallel as DDP
+
+
+def make_model() -> nn.Module:
+    """Return the untrained net."""
+    return nn.Sequential(
+        nn.Conv2d(1, 24, 3, padding=1, bias=False), nn.BatchNorm2d(24), nn.ReLU(),
+        nn.Conv2d(24, 48, 3, padding=1, bias=False), nn.BatchNorm2d(48), nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(48, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(),
+        nn.Flatten(), nn.Dropout(0.5), nn.Linear(64 * 4 * 4, 10),
+    )  # fmt: skip
+
+
+def load_data() -> tuple[TensorDataset, TensorDataset]:
+    """Return the training and the test set, split the same way on every rank and in every run."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(digits.target)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    test, train = order[:360], order[360:]
+    return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
+
+
+def synchronise_buffers(model: nn.Module) -> None:
+    """Give every rank the BatchNorm statistics of rank 0. Collective."""
+    # MPI: gradients are averaged, so parameters agree after each step. Running means and variances
+    # are not gradients: each rank updates its own, from its own images, and DDP overwrites them
+    # with those of rank 0 only when the next training forward begins. After the last step of an
+    # epoch they therefore differ, until this.
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, test: TensorDataset) -> float:
+    """Return the accuracy on the whole test set, the same number on every rank. Collective."""
+    # MPI: rank r takes every world_size-th image from r on. DistributedSampler would repeat some
+    # images to give each rank equally many, and they would count twice. `model` is the plain net,
+    # not the DDP wrapper: a wrapper may communicate in forward, and needs equally many calls.
+    model.eval()
+    images, labels = test[dist.get_rank() :: dist.get_world_size()]
+    correct: Tensor = (model(images).argmax(1) == labels).sum()
+    dist.all_reduce(correct)
+    model.train()
+    return int(correct) / len(test)
+
+
+def check_replicas(model: nn.Module) -> str:
+    """Return the sha256 of the model's state; raise where another rank's differs. Collective."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    mine = torch.tensor(list(digest.digest()), dtype=torch.uint8)
+    hashes = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(hashes, mine)
+    others = [rank for rank, other in enumerate(hashes) if not torch.equal(other, mine)]
+    if others:
+        raise RuntimeError(f"rank {dist.get_rank()} differs from ranks {others}")
+    return digest.hexdigest()
+
+
+def save_checkpoint(path: str, state: dict[str, object]) -> None:
+    """Write all of `state` to `path`, or leave what is there."""
+    temporary = f"{path}.tmp"  # in the same folder: os.replace is atomic within a file system
+    with open(temporary, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def main() -> None:
+    """Train, evaluate after every epoch and compare the replicas. Collective."""
+    parser = argparse.ArgumentParser(description="Train a digit classifier on MPI ranks.")
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--batch-size", type=int, default=64, help="images a step, on all ranks")
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint", metavar="FILE", help="write FILE after every epoch")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if any")
+    parser.add_argument("--stop-after-epoch", type=int, metavar="N", help="as if interrupted there")
+    args = parser.parse_args()
+    if args.resume and not args.checkpoint:
+        parser.error("--resume needs --checkpoint FILE")
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # MPI: the ranks of a node share its cores
+
+    mpiddp.init_process_group()  # MPI: from here on torch.distributed works
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        print(f"world: {world_size} ranks on {mpiddp.get_topology().node_count} nodes", flush=True)
+
+    # MPI: DistributedSampler deals the images out, equally many to each rank. The global batch is
+    # split over the ranks; BatchNorm needs more than one image a rank, so it grows when there are
+    # many ranks. drop_last leaves out a smaller last batch for the same reason.
+    train, test = load_data()
+    batch_size = max(4, args.batch_size // world_size)
+    sampler: DistributedSampler[Any] = DistributedSampler(train, seed=args.seed)
+    loader = DataLoader(train, batch_size, sampler=sampler, drop_last=True)
+
+    torch.manual_seed(args.seed)
+    ddp = DDP(make_model())  # MPI: every rank starts from the weights of rank 0
+    model = ddp.module
+    optimizer = torch.optim.SGD(ddp.parameters(), args.lr, momentum=0.9, weight_decay=5e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
+    first_epoch = 0
+
+    if args.resume:
+        # MPI: only rank 0 looks for the file and the others get what it read. If each looked for
+        # itself, a slow network file system could make some resume and others start anew.
+        found: list[dict[str, Any] | None] = [None]
+        if rank == 0 and os.path.exists(args.checkpoint):
+            found = [torch.load(args.checkpoint, weights_only=True)]
+        dist.broadcast_object_list(found, src=0)
+        if state := found[0]:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            scheduler.load_state_dict(state["scheduler"])
+            first_epoch = state["epoch"]
+        if rank == 0:
+            done = f"{first_epoch} epochs are done" if found[0] else "not there, starting anew"
+            print(f"resume: {args.checkpoint}: {done}", flush=True)
+
+    last_epoch = min(args.epochs, args.stop_after_epoch or args.epochs)
+    start = time.perf_counter()
+    for epoch in range(first_epoch, last_epoch):
+        sampler.set_epoch(epoch)  # MPI: another order each epoch, the same on all ranks
+        # The random state of an epoch depends on these three numbers alone, so a checkpoint needs
+        # no generator's state. MPI: each rank draws its own dropout.
+        torch.manual_seed((args.seed * 10_000 + epoch) * 10_000 + rank)
+        total_loss = torch.zeros(())
+        bar = tqdm(
+            desc=f"epoch {epoch + 1}/{args.epochs}",
+            total=len(loader) * batch_size * world_size,
+            unit=" samples",
+            disable=rank != 0,  # MPI: one bar, not one for each rank
+        )
+        for images, labels in loader:
+            loss = nn.functional.cross_entropy(ddp(images), labels)
+            optimizer.zero_grad()
+            loss.backward()  # MPI: gradients are averaged over the ranks meanwhile
+            optimizer.step()
+            total_loss += loss.detach()
+            bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
+            bar.update(batch_size * world_size)
+        bar.close()
+        scheduler.step()
+
+        synchronise_buffers(model)
+        accuracy = evaluate(model, test)
+        dist.all_reduce(total_loss)
+        if rank == 0:
+            loss_mean = total_loss.item() / (len(loader) * world_size)
+            print(f"epoch {epoch + 1}: loss {loss_mean:.4f}, accuracy {accuracy:.2%}", flush=True)
+            if args.checkpoint:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                         "scheduler": scheduler.state_dict(), "epoch": epoch + 1}  # fmt: skip
+                save_checkpoint(args.checkpoint, state)
+
+    accuracy = evaluate(model, test)
+    digest = check_replicas(model)
+    if rank == 0:
+        seconds = time.perf_counter() - start
+        print(f"test accuracy {accuracy:.2%} after {last_epoch} epochs, {seconds:.1f} s")
+        print(f"all {world_size} replicas hold the same bits: sha256 {digest}", flush=True)
+    mpiddp.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
