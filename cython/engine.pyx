@@ -262,22 +262,23 @@ cdef void *engine_thread(void *argument) noexcept nogil:
     return NULL
 
 
-cdef void relax(double idle, double *sleep) noexcept nogil:
-    """Give the core away the more readily, the longer nothing has happened."""
+cdef void relax(double idle) noexcept nogil:
+    """Give the core away the more readily, the longer nothing has happened.
+
+    A sleep is a sixteenth of the wait so far: that is the most that it can add to it.
+    """
     if idle < SPIN:
         return
     if idle < YIELD:
         sched_yield()
         return
-    sleep_for(sleep[0])
-    sleep[0] = min(2 * sleep[0], SLEEP_LONGEST)
+    sleep_for(min(max(idle / 16, SLEEP_SHORTEST), SLEEP_LONGEST))
 
 
 cdef int drive(
     EngineState *state, ChannelState *channel, Work *work, double until
 ) noexcept nogil:
     """Make progress until `work` is done, its channel failed, or `until` passed."""
-    cdef double sleep = SLEEP_SHORTEST
     cdef double idle_since = now()
     cdef double time
     cdef int advanced
@@ -291,9 +292,8 @@ cdef int drive(
             return 0
         if advanced:
             idle_since = time
-            sleep = SLEEP_SHORTEST
         else:
-            relax(time - idle_since, &sleep)
+            relax(time - idle_since)
     return 1
 
 

@@ -37,7 +37,8 @@ Result = TypeVar("Result")
 _AVG = dist.ReduceOp.AVG
 _PREMUL_SUM = dist.ReduceOp.PREMUL_SUM
 
-# How a waiting rank gives its core away: tests at full speed, then with yields, then naps.
+# How a waiting rank gives its core away: tests at full speed, then with
+# yields, then with naps of a sixteenth of the wait so far.
 _SPINS = 50
 _YIELD_SECONDS = 1e-3
 _SHORTEST_NAP = 50e-6
@@ -335,7 +336,6 @@ class ProcessGroup(dist.ProcessGroup):
                 return
         limit = self._limit(opts)
         began = time.monotonic()
-        nap = _SHORTEST_NAP
         while not request.Test():
             waited = time.monotonic() - began
             if waited > limit:
@@ -348,8 +348,7 @@ class ProcessGroup(dist.ProcessGroup):
             if waited < _YIELD_SECONDS:
                 os.sched_yield()
             else:
-                time.sleep(nap)
-                nap = min(2 * nap, _LONGEST_NAP)
+                time.sleep(min(max(waited / 16, _SHORTEST_NAP), _LONGEST_NAP))
 
     def _limit(self, opts: Any) -> float:
         """Return the time limit in seconds: the call's own, or the group's."""
