@@ -80,7 +80,7 @@ lint: $(INSTALLED)
 
 .PHONY: clean
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis tests/.hypothesis
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 	rm -f .venv/.installed .venv-mpich/.installed
 

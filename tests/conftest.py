@@ -1,0 +1,57 @@
+"""Fixtures that tests share: the world of ranks, torch's own group over it, settings to try.
+
+Only tests marked `mpi` initialise MPI here; the others must not, they may start mpirun.
+"""
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+# How long a collective waits in a test: less than the time limit of a test, so that a rank
+# that waits in vain says so itself.
+TIMEOUT = timedelta(seconds=30)
+
+
+@pytest.fixture(autouse=True)
+def _world_for_marked_tests(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("mpi") is not None:
+        request.getfixturevalue("world")
+
+
+@pytest.fixture(scope="session")
+def world(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Initialise mpiddp once for all tests of this process."""
+    import mpiddp
+
+    # One core a rank at best.
+    torch.set_num_threads(1)
+    mpiddp.init_process_group(timeout=TIMEOUT)
+    yield
+    # Collective: after a failure the other ranks may be anywhere.
+    if not request.session.testsfailed:
+        mpiddp.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def gloo(world: None) -> dist.ProcessGroup:
+    """Return a group of torch's Gloo over the same ranks, for torch's own DDP."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+@pytest.fixture(params=[False, True], ids=["copies", "views"])
+def views(request: pytest.FixtureRequest) -> bool:
+    """Try gradient_as_bucket_view off and on."""
+    return bool(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _same_seed() -> None:
+    """Let all ranks draw the same numbers, whatever ran before."""
+    torch.manual_seed(20)

@@ -1,0 +1,158 @@
+"""Buffers are those of rank 0 at each forward call, unless that is switched off."""
+
+import pytest
+import torch
+from models import mlp
+from replicas import RANK, SIZE, all_bits, assert_close, assert_same_bits, gather, together
+from torch import Tensor, nn
+
+from mpiddp import DistributedDataParallel as DDP
+
+pytestmark = pytest.mark.mpi
+
+BUFFERS = {
+    "of_int64": torch.tensor([1, 2**62]),
+    "of_int8": torch.tensor([[-3]], dtype=torch.int8),
+    "of_bool": torch.tensor([True, False, True]),
+    "of_float16": torch.tensor([0.1, -2.0], dtype=torch.float16),
+    "of_bfloat16": torch.tensor(0.3, dtype=torch.bfloat16),
+    "of_float64": torch.randn(2, 3, 4, dtype=torch.float64).permute(2, 0, 1),
+    "of_complex": torch.tensor([1 + 2j]),
+    "of_empty": torch.zeros(0, 3),
+}
+
+
+class Recorder(nn.Module):
+    """Notes the digests of the buffers that forward finds, then makes them the rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        for name, value in BUFFERS.items():
+            self.register_buffer(name, value.clone())
+        self.register_buffer("transient", torch.zeros(3), persistent=False)
+        self.seen: list[dict[str, str]] = []
+
+    def change(self, by: int) -> None:
+        for buffer in self.buffers():
+            if buffer.dtype is torch.bool:
+                buffer.logical_xor_(torch.tensor([by % 2 == 1, True, by % 3 == 1]))
+            else:
+                buffer += by
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(all_bits(self.named_buffers()))
+        self.change(RANK + 1)
+        return (self.weight * x).sum()
+
+
+def test_each_forward_begins_with_those_of_rank_0():
+    model = Recorder()
+    wrapped = DDP(model)
+    for _ in range(3):
+        wrapped(torch.ones(2)).backward()
+    everyone = gather(model.seen)
+    with together():
+        assert all(seen == everyone[0] for seen in everyone)
+        assert len(everyone[0]) == 3
+        # Rank 0's own changes are in them.
+        for earlier, later in zip(everyone[0], everyone[0][1:], strict=False):
+            changed = {name for name in earlier if earlier[name] != later[name]}
+            assert changed == earlier.keys() - {"of_empty"}
+
+
+def test_first_forward_has_those_of_construction():
+    model = Recorder()
+    model.change(RANK)
+    DDP(model, forward_sync_buffers=False)
+    assert_same_bits(model.named_buffers())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_not_synchronised_if_switched_off():
+    model = Recorder()
+    wrapped = DDP(model, forward_sync_buffers=False)
+    for _ in range(3):
+        wrapped(torch.ones(2)).backward()
+    everyone = gather(model.seen)
+    with together():
+        assert all(seen[0] == everyone[0][0] for seen in everyone)
+        for step in (1, 2):
+            assert len({seen[step]["of_int64"] for seen in everyone}) == SIZE
+
+
+def test_not_synchronised_under_no_sync():
+    """The first forward under no_sync still synchronises, those after it do not."""
+    model = Recorder()
+    wrapped = DDP(model)
+    with wrapped.no_sync():
+        for _ in range(3):
+            wrapped(torch.ones(2)).backward()
+    wrapped(torch.ones(2)).backward()
+    wrapped(torch.ones(2)).backward()
+    everyone = gather([seen["of_int64"] for seen in model.seen])
+    with together():
+        equal = [len({seen[step] for seen in everyone}) == 1 for step in range(5)]
+        assert equal == ([True, False, False, False, True] if SIZE > 1 else [True] * 5)
+
+
+def test_deprecated_name():
+    model = Recorder()
+    with together():
+        with pytest.warns(FutureWarning, match="forward_sync_buffers"):
+            wrapped = DDP(model, broadcast_buffers=False)
+        assert not wrapped.forward_sync_buffers
+
+
+def test_running_statistics_of_batch_norm():
+    """Each rank adds its own batch to the statistics of rank 0."""
+    norm = nn.BatchNorm1d(3, dtype=torch.float64)
+    wrapped = DDP(nn.Sequential(norm, nn.Linear(3, 2, dtype=torch.float64)))
+    mean, variance = torch.zeros(3).double(), torch.ones(3).double()
+    for step in range(4):
+        batches = torch.randn(SIZE, 5, 3, dtype=torch.float64) + torch.arange(SIZE).view(-1, 1, 1)
+        wrapped(batches[RANK]).sum().backward()
+        own_mean = 0.9 * mean + 0.1 * batches[RANK].mean(0)
+        own_variance = 0.9 * variance + 0.1 * batches[RANK].var(0)
+        mean = 0.9 * mean + 0.1 * batches[0].mean(0)
+        variance = 0.9 * variance + 0.1 * batches[0].var(0)
+        with together():
+            assert_close(norm.running_mean, own_mean, "running mean", 10)
+            assert_close(norm.running_var, own_variance, "running variance", 10)
+            assert int(norm.num_batches_tracked) == step + 1
+
+
+def test_buffer_that_was_replaced():
+    """A buffer assigned anew after construction is synchronised as well."""
+    model = Recorder()
+    wrapped = DDP(model)
+    for step in range(2):
+        model.of_int64 = torch.tensor([RANK + step, 7])
+        wrapped(torch.ones(2)).backward()
+    everyone = gather([seen["of_int64"] for seen in model.seen])
+    with together():
+        assert all(seen == everyone[0] for seen in everyone)
+
+
+def test_ignored_buffers_and_parameters():
+    """What the user excluded is neither compared nor broadcast nor averaged."""
+    model = mlp(3, 4, 2)
+    model.register_buffer("own", torch.full((RANK + 1,), RANK))
+    model[2].bias = nn.Parameter(torch.full((2,), float(RANK)).double())
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["own", "2.bias"])
+    wrapped = DDP(model)
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(torch.full((2, 3), RANK + 1.0, dtype=torch.float64)).sum().mul(RANK + 1).backward()
+    with together():
+        assert model.own.tolist() == [RANK] * (RANK + 1)
+        assert model[2].bias.tolist() == [RANK, RANK]
+        assert model[2].bias.grad.tolist() == [2 * (RANK + 1)] * 2
+    assert_same_bits([("weight", model[2].weight), ("gradient", model[2].weight.grad)])
+
+
+def test_model_without_buffers():
+    wrapped = DDP(mlp(3, 2))
+    with together():
+        for _ in range(2):
+            wrapped(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
