@@ -115,7 +115,9 @@ def measure(steps: dict[str, Step], rounds: int) -> dict[str, list[tuple[float, 
 
 def main() -> None:
     """Measure and print a table on rank 0. Collective."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--views", choices=("on", "off"), default="on")
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))

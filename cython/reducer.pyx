@@ -394,13 +394,14 @@ cdef class Reducer:
         cdef Bucket bucket
         cdef ParameterState *state
         sparse = [bucket.parameter_indices[0] for bucket in self.buckets if bucket.sparse]
-        flags = torch.zeros(len(sparse) + 1, dtype=torch.int64)
+        missed = len(sparse)        # the flag behind the parameters' own
+        flags = torch.zeros(missed + 1, dtype=torch.int64)
         for position, index in enumerate(sparse):
             state = &self.states[index]
             flags[position] = state.used
-            flags[-1] += not state.fired
+            flags[missed] += not state.fired
         self.process_group.allreduce([flags]).wait()
-        self.incomplete |= flags[-1].item() > 0
+        self.incomplete |= flags[missed].item() > 0
         for position, index in enumerate(sparse):
             if not flags[position]:
                 continue

@@ -1,4 +1,4 @@
-"""What tests of replicas need: verdicts of all ranks together, equal bits, the truth of one process.
+"""What tests of replicas need: verdicts of all ranks, equal bits, the truth of one process.
 
 Ranks talk over mpi4py's own communicator here, not over what is tested. It is imported only where
 it is used: a process without mpirun that collects the tests must not initialise MPI.
@@ -124,8 +124,18 @@ def assert_replicated(module: nn.Module) -> None:
     assert_same_bits([*parameters, *gradients])
 
 
-def assert_close(actual: Tensor, expected: Tensor, name: str, factor: float = 1) -> None:
-    """Assert equality up to rounding, relative to the largest element."""
+def assert_close(
+    actual: Tensor, expected: Tensor, name: str, factor: float = 1, rounding: float = 0
+) -> None:
+    """Assert equality up to rounding, relative to the largest element.
+
+    Args:
+        actual: what was computed.
+        expected: what it should be.
+        name: what to call it.
+        factor: how many times the tolerance of the dtype to allow.
+        rounding: what to allow at least.
+    """
     assert actual.dtype == expected.dtype, f"{name}: {actual.dtype}, not {expected.dtype}"
     assert actual.shape == expected.shape, f"{name}: {actual.shape}, not {expected.shape}"
     assert actual.layout == expected.layout, f"{name}: {actual.layout}, not {expected.layout}"
@@ -136,19 +146,21 @@ def assert_close(actual: Tensor, expected: Tensor, name: str, factor: float = 1)
     wide = torch.complex128 if actual.is_complex() else torch.float64
     a, b = actual.detach().to(wide), expected.detach().to(wide)
     error, scale = float((a - b).abs().max()), float(b.abs().max())
-    tolerance = factor * _TOLERANCES[actual.dtype]
+    tolerance = max(factor * _TOLERANCES[actual.dtype], rounding)
     assert error <= tolerance * max(scale, 1e-3), f"{name}: off by {error:g} of {scale:g}"
 
 
-def assert_gradients_close(actual: Gradients, expected: Gradients, factor: float = 1) -> None:
-    """Assert the same gradients up to rounding, None where None is expected."""
+def assert_gradients_close(
+    actual: Gradients, expected: Gradients, factor: float = 1, rounding: float = 0
+) -> None:
+    """Assert the same gradients up to rounding, None where None is expected; see assert_close."""
     assert actual.keys() == expected.keys()
     for name, gradient in actual.items():
         truth = expected[name]
         if truth is None or gradient is None:
             assert truth is gradient, f"{name}: {gradient}, not {truth}"
         else:
-            assert_close(gradient, truth, f"gradient of {name}", factor)
+            assert_close(gradient, truth, f"gradient of {name}", factor, rounding)
 
 
 def share(batch: Tensor, rank: int = RANK) -> Tensor:

@@ -1,4 +1,4 @@
-"""Buckets: their sizes, their order, how that is rebuilt once, and that they start in that order."""
+"""Buckets: their sizes, their order, how it is rebuilt once, that they start in that order."""
 
 import pytest
 import torch

@@ -238,7 +238,9 @@ def test_children_neither_hang_nor_touch_mpi(tmp_path: Path) -> None:
         import gc, multiprocessing, warnings
 
         # Python 3.12 says that a process with threads had better not fork.
-        warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+        warnings.filterwarnings(
+            "ignore", message=".*multi-threaded.*fork", category=DeprecationWarning
+        )
 
 
         class Rows(torch.utils.data.Dataset):

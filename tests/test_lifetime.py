@@ -117,7 +117,7 @@ def test_models_that_die_at_different_times(views):
             if count % SIZE != RANK:
                 wrapped.itself = [wrapped]  # a reference cycle
             del wrapped
-            if RANK == count % 4:
+            if count % 4 == RANK:
                 gc.collect()
         after = channels()
         gc.collect()

@@ -44,22 +44,21 @@ def wrap_both(
 def test_gradients_and_parameters(case, views, gloo):
     pair = wrap_both(CASES[case].make(), gloo, gradient_as_bucket_view=views)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5) for model in pair]
-    # Gloo adds 16-bit gradients in 16 bits.
-    factor = 8 if case == "mixed dtypes" else 2
+    rounding = CASES[case].rounding  # Gloo adds 16-bit gradients in 16 bits
     for step in range(STEPS):
         batch = share(CASES[case].batch(2 * SIZE))
         for model, optimizer in zip(pair, optimizers, strict=True):
             optimizer.zero_grad(set_to_none=step != 1)
             loss_of(model, batch).backward()
         with together():
-            assert_gradients_close(*map(gradients_of, pair), factor)
+            assert_gradients_close(*map(gradients_of, pair), 2, rounding)
         for optimizer in optimizers:
             optimizer.step()
         with together():
             ours, theirs = (dict(model.named_parameters()) for model in pair)
             assert ours.keys() == theirs.keys()
             for name, parameter in ours.items():
-                assert_close(parameter, theirs[name], name, factor)
+                assert_close(parameter, theirs[name], name, 2, rounding)
         assert_replicated(pair[0])
 
 

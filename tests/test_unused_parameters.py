@@ -1,4 +1,4 @@
-"""Parameters without a gradient: untouched if no rank used them, the mean if some did, or an error."""
+"""Parameters without a gradient: untouched if unused everywhere, else the mean, or an error."""
 
 import pytest
 import torch
@@ -253,7 +253,7 @@ def test_rank_that_uses_no_parameter_at_all(user, views):
     for _ in range(3):
         wrapped.zero_grad()
         x = torch.ones(SIZE, 3, dtype=torch.float64, requires_grad=True)
-        (wrapped(x * 1, RANK == user) * 1).sum().backward()
+        (wrapped(x * 1, user == RANK) * 1).sum().backward()
         with together():
             assert_gradient(model, "layer.0.bias", 1)
             assert x.grad is not None
