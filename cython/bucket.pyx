@@ -6,10 +6,12 @@ engine reduces them. It knows neither hooks nor MPI.
 Note [Flags behind the gradients]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Behind its gradients a bucket carries one element a parameter, 1 where this rank
-used the parameter in backward, and one more, 1 where some parameter of the bucket
-got no gradient on this rank. They are summed with the gradients: afterwards every
-rank knows which parameters no rank used (their gradient must stay untouched) and
-whether any rank missed any, at the price of a few bytes and of no collective.
+has a gradient for it, and two more: INCOMPLETE, 1 where this rank lacks some
+gradient of the bucket, and MISSED, 1 where autograd never came to some parameter
+(it may also come and bring no gradient). They are summed with the gradients:
+afterwards every rank knows which parameters no rank used (their gradient must stay
+untouched) and whether any rank missed any, at the price of a few bytes and of no
+collective. Buckets that are complete everywhere take the fast way out.
 A mean of flags is only ever compared with zero: 1/N does not vanish in any dtype
 for fewer than 2^24 ranks, while N-1 of N could round to one in bfloat16.
 """
@@ -90,7 +92,7 @@ cdef class Bucket:
             )
         element, multiple = _ELEMENTS[self.dtype]
         total = sum([parameter.numel() for parameter in parameters])
-        self.buffer = torch.zeros(total + len(parameters) + 1, dtype=self.dtype)
+        self.buffer = torch.zeros(total + len(parameters) + 2, dtype=self.dtype)
         self.bytes_per_element = self.buffer.element_size()
         offset = 0
         with torch.no_grad():
@@ -106,19 +108,22 @@ cdef class Bucket:
     @property
     def gradients(self):
         """The flat gradients without the flags, a 1-D tensor. Not collective."""
-        return self.buffer.narrow(0, 0, self.buffer.numel() - len(self.views) - 1)
+        return self.buffer.narrow(0, 0, self.buffer.numel() - len(self.views) - 2)
 
     cdef char *view_address(self, Py_ssize_t position) except? NULL:
         return <char *><size_t>self.views[position].data_ptr()
 
+    cdef char *flag_address(self, Py_ssize_t position) noexcept nogil:
+        """Where the flag of a parameter is, or that of the bucket: INCOMPLETE, MISSED."""
+        cdef Py_ssize_t bytes_used
+        if position >= 0:
+            return self.flags + position * self.bytes_per_element
+        bytes_used = self.work.count * element_bytes(self.work.element)
+        return self.work.data + bytes_used + position * self.bytes_per_element
+
     cdef void set_flag(self, Py_ssize_t position, bint value) noexcept nogil:
-        """Set the flag of a parameter; position -1 is the one for the whole bucket."""
-        cdef Py_ssize_t length = self.work.count * element_bytes(self.work.element)
-        cdef char *flag
-        if position < 0:
-            flag = self.work.data + length - self.bytes_per_element
-        else:
-            flag = self.flags + position * self.bytes_per_element
+        """Set the flag of a parameter or of the bucket on this rank."""
+        cdef char *flag = self.flag_address(position)
         memset(flag, 0, self.bytes_per_element)
         if not value:
             return
@@ -132,13 +137,8 @@ cdef class Bucket:
             (<unsigned short *>flag)[0] = 0x3f80
 
     cdef bint flag(self, Py_ssize_t position) noexcept nogil:
-        """Return whether any rank had set the flag."""
-        cdef Py_ssize_t length = self.work.count * element_bytes(self.work.element)
-        cdef char *flag
-        if position < 0:
-            flag = self.work.data + length - self.bytes_per_element
-        else:
-            flag = self.flags + position * self.bytes_per_element
+        """Return, after the reduction, whether any rank had set the flag."""
+        cdef char *flag = self.flag_address(position)
         if self.work.element == ELEMENT_FLOAT32:
             return (<float *>flag)[0] != 0
         if self.work.element == ELEMENT_FLOAT64:

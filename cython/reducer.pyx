@@ -33,7 +33,7 @@ from libc.string cimport memcpy, memset
 import torch
 from torch.autograd import Variable
 
-from mpiddp.bucket cimport Bucket
+from mpiddp.bucket cimport INCOMPLETE, MISSED, Bucket
 from mpiddp.engine cimport WAIT_TIMED_OUT, Channel, work_is_done
 
 
@@ -196,7 +196,8 @@ cdef class Reducer:
         for bucket in self.buckets:
             bucket.pending = len(bucket.parameter_indices)
             if not bucket.sparse:
-                bucket.set_flag(-1, False)
+                bucket.set_flag(INCOMPLETE, False)
+                bucket.set_flag(MISSED, False)
         self.next_bucket = 0
         self.ready = 0
 
@@ -205,7 +206,9 @@ cdef class Reducer:
     cdef int parameter_ready(self, Py_ssize_t index, object parameter) except -1:
         cdef ParameterState *state = &self.states[index]
         cdef Bucket bucket
-        state.used = True
+        gradient = parameter.grad
+        if gradient is not None:
+            state.used = True
         if not self.expecting:
             return 0
         if state.fired:
@@ -223,8 +226,13 @@ cdef class Reducer:
             self.arrival_order.append(index)
         self.ready += 1
         bucket = <Bucket>self.buckets[state.bucket]
-        if state.layout != LAYOUT_SPARSE:
-            self.copy_in(index, parameter, parameter.grad)
+        if state.layout == LAYOUT_SPARSE:
+            pass
+        elif gradient is None:
+            # Autograd came and brought nothing, as below an output without part in the loss.
+            self.contribute_nothing(index)
+        else:
+            self.copy_in(index, parameter, gradient)
             bucket.set_flag(state.position, True)
         bucket.pending -= 1
         if bucket.pending == 0 and state.bucket == self.next_bucket:
@@ -256,7 +264,8 @@ cdef class Reducer:
             plain = _same_layout(gradient, bucket.views[state.position])
         else:
             plain = False
-        if not plain:
+        if not plain or gradient.is_neg():     # a negation that torch has put off
+            plain = False
             with torch.no_grad():
                 bucket.views[state.position].copy_(gradient)
         elif state.bytes < RELEASE_GIL_BYTES:
@@ -323,8 +332,8 @@ cdef class Reducer:
                 continue
             if self.channel.wait(&bucket.work, self.timeout.total_seconds()) == WAIT_TIMED_OUT:
                 self._raise_timeout(bucket)
-            if bucket.flag(-1):
-                self.incomplete = True
+            self.incomplete |= bucket.flag(MISSED)
+            if bucket.flag(INCOMPLETE):
                 self._write_where_used(bucket)
             elif not self.gradient_as_bucket_view:
                 for index in bucket.parameter_indices:
@@ -353,13 +362,23 @@ cdef class Reducer:
             parameter = self.parameters[index]
             gradient = parameter.grad
             if gradient is None:
-                memset(state.address, 0, state.bytes)
+                self.contribute_nothing(index)
             else:
                 if self.gradient_as_bucket_view and not state.used:
                     self.set_aside[index] = gradient.clone()
                 self.copy_in(index, parameter, gradient)
-            bucket.set_flag(state.position, state.used)
-            bucket.set_flag(-1, True)
+                bucket.set_flag(state.position, state.used)
+                bucket.set_flag(INCOMPLETE, True)
+            bucket.set_flag(MISSED, True)
+
+    cdef int contribute_nothing(self, Py_ssize_t index) except -1:
+        """Add zeros to the sum, and say that they are no gradient."""
+        cdef ParameterState *state = &self.states[index]
+        cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
+        memset(state.address, 0, state.bytes)
+        bucket.set_flag(state.position, False)
+        bucket.set_flag(INCOMPLETE, True)
+        return 0
 
     cdef int copy_out(self, Py_ssize_t index) except -1:
         """Write the mean to the gradient that the hook saw."""
@@ -473,7 +492,7 @@ cdef class Reducer:
         # Left over if the last backward raised: its callback never ran.
         self.callback_queued = False
         for output in outputs:
-            if output.requires_grad:
+            if output.grad_fn is not None:       # a leaf is the user's own tensor
                 output.register_hook(self._backward_begins)
 
     def _backward_begins(self, gradient):

@@ -178,6 +178,12 @@ class ProcessGroup(dist.ProcessGroup):
                 raise ValueError(
                     f"all_gather needs {self.size()} output tensors, one a rank, not {len(output)}"
                 )
+            own = output[self.rank()]
+            if own.dtype != tensor.dtype or own.numel() != tensor.numel():
+                raise ValueError(
+                    f"all_gather of {tensor.numel()} elements of {tensor.dtype} needs an output of "
+                    f"that size and dtype for rank {self.rank()}, not {own.numel()} of {own.dtype}"
+                )
             source = self._dense(tensor)
             counts = [part.numel() * part.element_size() for part in output]
             flat = torch.empty(sum(counts), dtype=torch.uint8)
@@ -206,6 +212,8 @@ class ProcessGroup(dist.ProcessGroup):
                 f"all_gather of {source.numel()} elements over {self.size()} ranks needs an "
                 f"output of {source.numel() * self.size()} elements, not {target.numel()}"
             )
+        if target.dtype != source.dtype:
+            raise ValueError(f"all_gather of {source.dtype} into an output of {target.dtype}")
         request = self.communicator.Iallgather(
             datatypes.buffer_of(source), datatypes.buffer_of(target)[0]
         )
@@ -294,7 +302,9 @@ class ProcessGroup(dist.ProcessGroup):
         kind = getattr(op, "op", op)
         total = self._dense(tensor).to(how.dtype)
         # Out of place: Open MPI's nonblocking all-reduce is twice as fast then.
-        contribution = total.clone() if kind != _PREMUL_SUM else total * _premultiplier(op)
+        contribution = total.clone()
+        if kind == _PREMUL_SUM:
+            _multiply(contribution, op)
         request = self.communicator.Iallreduce(
             datatypes.buffer_of(contribution, how.datatype),
             datatypes.buffer_of(total, how.datatype),
@@ -302,8 +312,7 @@ class ProcessGroup(dist.ProcessGroup):
         )
         self._wait(request, "all_reduce", opts, contribution, total)
         if kind == _AVG:
-            rounding = None if how.dtype.is_floating_point or how.dtype.is_complex else "trunc"
-            total.div_(self.size(), rounding_mode=rounding)
+            _divide(total, self.size())
         _write_back(total, tensor)
 
     def _allreduce_sparse(self, tensor: torch.Tensor, op: dist.ReduceOp, opts: Any) -> None:
@@ -365,12 +374,27 @@ def _write_back(dense: torch.Tensor, tensor: torch.Tensor) -> None:
             tensor.copy_(dense)
 
 
-def _premultiplier(op: dist.ReduceOp) -> Any:
-    """Return the factor that a PREMUL_SUM multiplies by."""
+def _divide(total: torch.Tensor, divisor: int) -> None:
+    """Divide in place; integers towards zero."""
+    if total.dtype.is_floating_point or total.dtype.is_complex:
+        total.div_(divisor)
+    elif total.dtype.is_signed or total.dtype is torch.uint8:
+        total.div_(divisor, rounding_mode="trunc")
+    else:
+        # torch has no division of the wider unsigned integers. The clone, because a tensor whose
+        # memory numpy has seen cannot be resized any more.
+        total.copy_(torch.from_numpy(total.clone().numpy() // divisor))
+
+
+def _multiply(contribution: torch.Tensor, op: dist.ReduceOp) -> None:
+    """Multiply in place by the factor of a PREMUL_SUM."""
     factor = getattr(op, "factor", None)
     if factor is None:
         raise TypeError("ReduceOp.PREMUL_SUM needs a factor: ReduceOp.PREMUL_SUM(factor)")
-    return factor
+    try:
+        contribution.mul_(factor)
+    except RuntimeError as error:
+        raise TypeError(f"ReduceOp.PREMUL_SUM of {contribution.dtype}: {error}") from error
 
 
 def _completed(result: Iterable[Any]) -> Work:

@@ -174,9 +174,7 @@ def batch_of(rows: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tens
     return torch.randn(rows * SIZE, *shape, dtype=dtype)
 
 
-def mean_of_ranks(
-    module: nn.Module, loss_of_rank: Callable[[nn.Module, int], Tensor]
-) -> Gradients:
+def mean_of_ranks(module: nn.Module, loss_of_rank: Callable[[nn.Module, int], Tensor]) -> Gradients:
     """Compute alone what the ranks should get: the mean of the gradients of their losses.
 
     float16 and bfloat16 are added and divided in float32, and rounded once; a rank without a

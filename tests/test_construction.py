@@ -146,9 +146,7 @@ def test_state_dict_and_checkpoint():
         file.seek(0)
         loaded = torch.load(file, weights_only=True)
         plain.load_state_dict(loaded["bare"])
-        assert all_bits(plain.state_dict().items()) == all_bits(
-            wrapped.module.state_dict().items()
-        )
+        assert all_bits(plain.state_dict().items()) == all_bits(wrapped.module.state_dict().items())
     again = DDP(mlp(3, 4, 2))
     again.load_state_dict(loaded["with"])
     assert_same_bits(again.state_dict().items())

@@ -103,9 +103,7 @@ def test_bucket_of_several_chunks(dtype, views):
         wrapped(coefficients).backward()
         # Exact in float32, whatever the order.
         wide = wide_dtype(dtype)
-        total = sum(
-            (whole_numbers * (rank + step + 1)).to(wide) for rank in range(SIZE)
-        )
+        total = sum((whole_numbers * (rank + step + 1)).to(wide) for rank in range(SIZE))
         expected = (total / SIZE).to(dtype)
         with together():
             for name, parameter in model.named_parameters():
@@ -198,6 +196,50 @@ def test_gradient_that_overlaps_itself(views):
     train_and_compare(
         _SelfOverlapping(),
         lambda model, rank: model(rows[rank]),
+        {"gradient_as_bucket_view": views},
+    )
+
+
+class _LazyGradient(torch.autograd.Function):
+    """Gives a gradient that is negated or conjugated only when somebody reads it."""
+
+    @staticmethod
+    def forward(ctx, a, coefficient):
+        ctx.save_for_backward(coefficient)
+        total = a.sum()
+        return total.real if total.is_complex() else total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (coefficient,) = ctx.saved_tensors
+        coefficient = coefficient.clone()
+        if coefficient.is_complex():
+            return coefficient.conj(), None
+        return torch._neg_view(coefficient), None
+
+
+class _Lazy(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(3, dtype=dtype))
+
+    def forward(self, coefficient, lazy):
+        if lazy:
+            loss = _LazyGradient.apply(self.a, coefficient)
+        else:
+            loss = (self.a * coefficient).sum()
+        return loss.real if loss.is_complex() else loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+@pytest.mark.parametrize("everywhere", [True, False], ids=["all ranks", "rank 0"])
+def test_lazily_negated_and_conjugated_gradients(everywhere, dtype, views):
+    coefficients = [torch.tensor([1, 2, 3]).to(dtype) + rank for rank in range(SIZE)]
+    if dtype.is_complex:
+        coefficients = [c * (1 + 2j) for c in coefficients]
+    train_and_compare(
+        _Lazy(dtype),
+        lambda model, rank: model(coefficients[rank], everywhere or rank == 0),
         {"gradient_as_bucket_view": views},
     )
 

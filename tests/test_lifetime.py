@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,6 +22,15 @@ from replicas import (
 from mpiddp import DistributedDataParallel as DDP
 
 pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collections() -> Iterator[None]:
+    """Let gc.collect() skip torch's own many objects."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def trained(views: bool, steps: int = 2, **options: object) -> DDP:

@@ -17,7 +17,7 @@ from mpiddp import DistributedDataParallel as DDP
 
 # Trains a little on every path: several buckets and chunks, 16 bits, accumulation, sparse and
 # unused parameters. Each rank writes digests of all gradients and parameters of all steps.
-PROGRAM = '''
+PROGRAM = """
 import json, sys
 from datetime import timedelta
 from pathlib import Path
@@ -64,7 +64,7 @@ engine = dist.group.WORLD.engine
 report = {"digests": digests, "thread": engine.has_thread, **engine.counters}
 Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(report))
 mpiddp.destroy_process_group()
-'''
+"""
 
 
 class Run:
@@ -80,9 +80,7 @@ class Run:
         }
         done = mpirun.run(ranks, [program, folder], timeout, environment)
         assert done.returncode == 0, done.stdout + done.stderr
-        self.reports = [
-            json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)
-        ]
+        self.reports = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
         digests = [report["digests"] for report in self.reports]
         assert all(own == digests[0] for own in digests), "the ranks hold different bits"
         self.digests = digests[0]

@@ -182,9 +182,7 @@ def test_gradients_are_the_mean_of_all_ranks(plan):
         def used(rank: int, step: int = step) -> list[bool]:
             return plan.unused[step][rank] if plan.unused else [True] * len(plan.layers)
 
-        def micro_loss(
-            module: nn.Module, rank: int, index: int, rows: Tensor = rows
-        ) -> Tensor:
+        def micro_loss(module: nn.Module, rank: int, index: int, rows: Tensor = rows) -> Tensor:
             loss: Tensor = module(rows[index, rank], used(rank))
             return loss
 

@@ -75,9 +75,7 @@ def test_parameters_unused_in_turn(views, gloo):
         if step < 2:
             used[:, 3] = False
         given = {
-            name: torch.randn(3) + RANK
-            for column, name in enumerate(names)
-            if used[RANK, column]
+            name: torch.randn(3) + RANK for column, name in enumerate(names) if used[RANK, column]
         }
         for model in pair:
             # Old gradients stay on even steps: who is unused everywhere must keep them.

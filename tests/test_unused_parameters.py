@@ -332,8 +332,8 @@ class TestError:
             wrapped(given).backward()
             text = self.error_of(wrapped, given)
             with together():
-                missing_lost = "rank 1" if SIZE == 2 else "ranks " + ", ".join(
-                    map(str, range(1, SIZE))
+                missing_lost = (
+                    "rank 1" if SIZE == 2 else "ranks " + ", ".join(map(str, range(1, SIZE)))
                 )
                 everywhere = "ranks " + ", ".join(map(str, range(SIZE)))
                 lost = next(part for part in text.split(";") if "'lost'" in part)
