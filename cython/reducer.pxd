@@ -44,6 +44,7 @@ cdef class Reducer:
     cdef list handles
     cdef list arrival_order
     cdef dict set_aside             # gradients of locally unused parameters in views
+    cdef list before                # .grad and its version at the end of forward
     cdef list missing               # parameters that got no gradient in the last backward
     cdef object logger
     cdef Py_ssize_t next_bucket
@@ -56,7 +57,7 @@ cdef class Reducer:
     cdef _register_hook(self, Py_ssize_t index)
     cdef _reset_counting(self)
     cdef int parameter_ready(self, Py_ssize_t index, object parameter) except -1
-    cdef int contribute_nothing(self, Py_ssize_t index) except -1
+    cdef int contribute_old(self, Py_ssize_t index, object parameter, object gradient) except -1
     cdef int copy_in(self, Py_ssize_t index, object parameter, object gradient) except -1
     cdef int queue_callback(self) except -1
     cdef int launch_full_buckets(self) except -1

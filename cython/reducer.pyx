@@ -106,6 +106,7 @@ cdef class Reducer:
         self.gradients = [None] * count
         self.arrival_order = []
         self.set_aside = {}
+        self.before = []
         self.missing = []
         self.hooks = []
         self.handles = []
@@ -207,7 +208,8 @@ cdef class Reducer:
         cdef ParameterState *state = &self.states[index]
         cdef Bucket bucket
         gradient = parameter.grad
-        if gradient is not None:
+        brought = gradient is not None and not self._is_old(index, gradient)
+        if brought:
             state.used = True
         if not self.expecting:
             return 0
@@ -228,12 +230,11 @@ cdef class Reducer:
         bucket = <Bucket>self.buckets[state.bucket]
         if state.layout == LAYOUT_SPARSE:
             pass
-        elif gradient is None:
-            # Autograd came and brought nothing, as below an output without part in the loss.
-            self.contribute_nothing(index)
-        else:
+        elif brought:
             self.copy_in(index, parameter, gradient)
             bucket.set_flag(state.position, True)
+        else:
+            self.contribute_old(index, parameter, gradient)
         bucket.pending -= 1
         if bucket.pending == 0 and state.bucket == self.next_bucket:
             self.launch_full_buckets()
@@ -360,25 +361,33 @@ cdef class Reducer:
             if bucket.sparse:
                 continue
             parameter = self.parameters[index]
-            gradient = parameter.grad
-            if gradient is None:
-                self.contribute_nothing(index)
-            else:
-                if self.gradient_as_bucket_view and not state.used:
-                    self.set_aside[index] = gradient.clone()
-                self.copy_in(index, parameter, gradient)
-                bucket.set_flag(state.position, state.used)
-                bucket.set_flag(INCOMPLETE, True)
+            self.contribute_old(index, parameter, parameter.grad)
             bucket.set_flag(MISSED, True)
 
-    cdef int contribute_nothing(self, Py_ssize_t index) except -1:
-        """Add zeros to the sum, and say that they are no gradient."""
+    cdef int contribute_old(self, Py_ssize_t index, object parameter, object gradient) except -1:
+        """Add what earlier backwards left, or zeros; say whether it counts as a gradient."""
         cdef ParameterState *state = &self.states[index]
         cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
-        memset(state.address, 0, state.bytes)
-        bucket.set_flag(state.position, False)
+        if gradient is None:
+            memset(state.address, 0, state.bytes)
+        else:
+            if self.gradient_as_bucket_view and not state.used:
+                self.set_aside[index] = gradient.clone()
+            self.copy_in(index, parameter, gradient)
+        bucket.set_flag(state.position, gradient is not None and state.used)
         bucket.set_flag(INCOMPLETE, True)
         return 0
+
+    def _is_old(self, Py_ssize_t index, gradient):
+        """Whether autograd came with an undefined gradient and left `.grad` as it was.
+
+        So it is below outputs that take no part in the loss; known with
+        `find_unused_parameters` only.
+        """
+        if not self.before:
+            return False
+        old, version = self.before[index]
+        return gradient is old and gradient._version == version
 
     cdef int copy_out(self, Py_ssize_t index) except -1:
         """Write the mean to the gradient that the hook saw."""
@@ -441,6 +450,7 @@ cdef class Reducer:
         if not self.gradient_as_bucket_view:
             self.gradients = [None] * len(self.parameters)
         self.set_aside.clear()
+        self.before = []
         self.expecting = False
         self.reductions += 1
         if self.find_unused_parameters:
@@ -491,6 +501,11 @@ cdef class Reducer:
         self.expecting = True
         # Left over if the last backward raised: its callback never ran.
         self.callback_queued = False
+        if self.find_unused_parameters:
+            self.before = [
+                (parameter.grad, -1 if parameter.grad is None else parameter.grad._version)
+                for parameter in self.parameters
+            ]
         for output in outputs:
             if output.grad_fn is not None:       # a leaf is the user's own tensor
                 output.register_hook(self._backward_begins)

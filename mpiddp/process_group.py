@@ -319,12 +319,22 @@ class ProcessGroup(dist.ProcessGroup):
         if getattr(op, "op", op) != dist.ReduceOp.SUM:
             raise TypeError("sparse tensors can only be summed over ranks, with ReduceOp.SUM")
         own = tensor.detach().coalesce()
+        everyone = torch.zeros(2 * self.size(), dtype=torch.int64)
+        self.all_gather_single(everyone, torch.tensor([own._nnz(), own.sparse_dim()]), opts)
+        counts, sparse_dims = everyone.view(-1, 2).t().tolist()
+        # A tensor without entries may be split in sparse and dense dimensions anyhow.
+        splits = {dim for count, dim in zip(counts, sparse_dims, strict=True) if count}
+        if not splits:
+            return
+        if len(splits) > 1:
+            raise ValueError(f"the ranks' sparse tensors differ in sparse_dim: {sorted(splits)}")
+        sparse_dim = splits.pop()
         indices, values = own.indices().contiguous(), own.values().contiguous()
-        sizes = torch.zeros(self.size(), dtype=torch.int64)
-        self.all_gather_single(sizes, torch.tensor([values.shape[0]]), opts)
-        shapes = [int(size) for size in sizes]
-        all_indices = [torch.empty(indices.shape[0], n, dtype=torch.int64) for n in shapes]
-        all_values = [torch.empty(n, *values.shape[1:], dtype=values.dtype) for n in shapes]
+        if not own._nnz():
+            indices = torch.empty(sparse_dim, 0, dtype=torch.int64)
+            values = torch.empty(0, *tensor.shape[sparse_dim:], dtype=tensor.dtype)
+        all_indices = [torch.empty(sparse_dim, count, dtype=torch.int64) for count in counts]
+        all_values = [torch.empty(count, *values.shape[1:], dtype=values.dtype) for count in counts]
         self.allgather([all_indices, all_values], [indices, values], opts)
         # Summed in order of ranks by coalesce(), so all ranks get the same bits.
         total = torch.sparse_coo_tensor(
