@@ -154,7 +154,14 @@ def test_gradients_survive_rebuilding(views):
     model, wrapped = make(views)
     total = 0.0
     for step in range(3):
-        wrapped(coefficients(orders_of_rank(step), step + RANK)).backward()
+        loss = wrapped(coefficients(orders_of_rank(step), step + RANK))
+        if views and step:
+            # Not in the old buckets, whose memory is to be freed.
+            memory = {b.buffer.untyped_storage().data_ptr() for b in wrapped.reducer.buckets}
+            with together():
+                for parameter in model.parameters():
+                    assert parameter.grad.untyped_storage().data_ptr() in memory
+        loss.backward()
         total += step + (SIZE - 1) / 2
         with together():
             for name, parameter in model.named_parameters():
