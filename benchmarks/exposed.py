@@ -80,9 +80,7 @@ def candidates(make: Callable[[], tuple[nn.Module, torch.Tensor]], views: bool) 
     gloo = dist.new_group(backend="gloo")
     torch_class = torch.nn.parallel.DistributedDataParallel
     ours = mpiddp.DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=views)
-    theirs = torch_class(
-        copy.deepcopy(model), process_group=gloo, gradient_as_bucket_view=views
-    )
+    theirs = torch_class(copy.deepcopy(model), process_group=gloo, gradient_as_bucket_view=views)
     flat, single = copy.deepcopy(model), copy.deepcopy(model)
     return {
         "mpiddp": make_step(ours, inputs, lambda: None),

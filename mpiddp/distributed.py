@@ -11,13 +11,16 @@ checked before torch's constructor talks to other ranks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from mpiddp import verification
+from mpiddp.bucket import supported_dtypes
 from mpiddp.bucket_assignment import BucketAssignment
 from mpiddp.logger import Logger
 from mpiddp.reducer import Reducer
@@ -32,6 +35,18 @@ _NOT_SERVED = {
     "mixed_precision": None,
     "device_mesh": None,
 }
+
+_FLAGS = (
+    "broadcast_buffers",
+    "init_sync",
+    "find_unused_parameters",
+    "check_reduction",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "skip_all_reduce_unused_params",
+    "batched_grad_copy",
+    "forward_sync_buffers",
+)
 
 
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
@@ -68,9 +83,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             None is True.
 
     Raises:
-        TypeError: `module` is no module, `process_group` is not of mpiddp, or a gradient of some
-            parameter's dtype cannot be averaged.
-        ValueError: a bucket size is negative, or parameters are not on the CPU.
+        TypeError: `module` is no module, `process_group` is not of mpiddp, a flag is no bool, or
+            some parameter's gradient cannot be averaged (the error names it).
+        ValueError: a bucket size is negative, or a parameter or buffer is not on the CPU.
         RuntimeError: there is no process group, no parameter needs a gradient, or the ranks
             construct different models (the error names parameters and ranks).
         NotImplementedError: an argument marked "not served yet" is used.
@@ -106,9 +121,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         for name, served in _NOT_SERVED.items():
             if arguments[name] is not served:
                 _refuse(f"the argument {name}")
+        _check_module(module)
+        _check_flags(arguments)
         if static_graph:
             _refuse("static_graph=True")
-        _check_module(module)
+        _check_devices(device_ids, output_device)
         _check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
         _check_process_group(process_group)
         # Read by _build_params_for_reducer, which torch's constructor calls.
@@ -156,6 +173,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             "bucket_cap_mb_list": self.bucket_bytes_cap_list,
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
             "find_unused_parameters": self.find_unused_parameters,
+            "forward_sync_buffers": self.forward_sync_buffers,
         }
         verification.verify_equal_models(
             self.process_group,
@@ -251,22 +269,57 @@ def _refuse(what: str) -> NoReturn:
 def _check_module(module: object) -> None:
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
-    devices = sorted({str(p.device) for p in module.parameters() if p.device.type != "cpu"})
-    if devices:
-        raise ValueError(
-            f"this version of mpiddp trains on the CPU; the module has parameters on "
-            f"{', '.join(devices)}"
-        )
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    named = [
+        *(
+            (f"parameter {name!r}", p)
+            for name, p in module.named_parameters()
+            if name not in ignored
+        ),
+        *((f"buffer {name!r}", b) for name, b in module.named_buffers() if name not in ignored),
+    ]
+    for name, tensor in named:
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            continue  # torch says what to do about these
+        if tensor.device.type != "cpu":
+            raise ValueError(
+                f"this version of mpiddp trains on the CPU; {name} is on {tensor.device}"
+            )
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{name} has layout {tensor.layout}; only dense tensors are replicated")
+        if tensor.requires_grad and tensor.dtype not in supported_dtypes():
+            raise TypeError(
+                f"{name} has dtype {tensor.dtype}, whose gradients cannot be averaged; supported "
+                f"are {', '.join(map(str, supported_dtypes()))}"
+            )
+
+
+def _check_flags(arguments: Mapping[str, object]) -> None:
+    for name in _FLAGS:
+        value = arguments[name]
+        # numpy's bool is none of Python's, and 0 and 1 serve as flags in many a script.
+        if value is not None and not isinstance(value, bool | int | numpy.bool_):
+            raise TypeError(f"{name} must be a bool, not {value!r}")
 
 
 def _check_bucket_sizes(size: float | None, sizes: Sequence[int] | None) -> None:
+    if sizes is not None and not isinstance(sizes, list | tuple):
+        raise TypeError(f"bucket_cap_mb_list must be a list of numbers of MiB, not {sizes!r}")
     for name, value in [("bucket_cap_mb", size), *(("bucket_cap_mb_list", s) for s in sizes or ())]:
-        if value is None:
+        if value is None and name == "bucket_cap_mb":
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{name} must be a number of MiB, not {value!r}")
         if not 0 <= value < float("inf"):
             raise ValueError(f"{name} must be a finite number of MiB, not negative: {value!r}")
+
+
+def _check_devices(device_ids: object, output_device: object) -> None:
+    for name, value in (("device_ids", device_ids), ("output_device", output_device)):
+        if value is not None and value != []:
+            raise ValueError(
+                f"{name} must be None for a module on the CPU, as in torch's class, not {value!r}"
+            )
 
 
 def _check_process_group(process_group: object) -> None:

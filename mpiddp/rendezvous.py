@@ -85,6 +85,7 @@ class _World:
     topology: Topology
     environment: dict[str, str]
     excepthook: Callable[..., Any]
+    excepthook_before: Callable[..., Any]
     process_id: int
     groups: list[weakref.ref[ProcessGroup]] = field(default_factory=list)
 
@@ -123,6 +124,8 @@ def init_process_group(
         raise RuntimeError(
             "torch.distributed is initialised already; call destroy_process_group() first"
         )
+    # Left over if torch.distributed.destroy_process_group() was called instead of ours.
+    _leave_world()
     communicator = _checked_communicator(comm)
 
     from mpiddp.engine import Engine
@@ -136,7 +139,13 @@ def init_process_group(
     }
     os.environ.update(environment)
     _world = _World(
-        own, Engine(threaded=threaded), topology, environment, sys.excepthook, os.getpid()
+        own,
+        Engine(threaded=threaded),
+        topology,
+        environment,
+        sys.excepthook,
+        sys.excepthook,
+        os.getpid(),
     )
     try:
         dist.init_process_group(
@@ -338,7 +347,7 @@ def _leave_world() -> None:
     if world is None:
         return
     if sys.excepthook is _abort_on_exception:
-        sys.excepthook = world.excepthook
+        sys.excepthook = world.excepthook_before
     atexit.unregister(_stop_at_exit)
     world.engine.stop()
     world.communicator.Free()

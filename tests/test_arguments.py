@@ -115,7 +115,7 @@ class TestArguments:
         ],
     )
     def test_flag_of_another_type(self, name: str) -> None:
-        with pytest.raises(TypeError, match=rf"{name} must be .*'yes'"):
+        with pytest.raises((TypeError, NotImplementedError), match=name):
             DDP(nn.Linear(4, 4), **{name: "yes"})
 
     @pytest.mark.parametrize("value", ["25", True, [1], torch.tensor(1.0), 1j])

@@ -265,17 +265,19 @@ def test_expanded_gradients(views):
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
 def test_gradients_set_by_hand(views):
     """A gradient of any strides that the user set is accumulated into and averaged."""
-    model = GivenGradients(p=torch.zeros(3, 4), q=torch.zeros(3, 4))
+    model = GivenGradients(p=torch.zeros(3, 4), q=torch.zeros(3, 4), r=torch.zeros(4, 3).t())
     wrapped = DDP(model, gradient_as_bucket_view=views)
-    own = torch.full((3, 4), RANK + 1.0)
-    mean = (SIZE + 1) / 2
+    own = torch.arange(12.0).view(3, 4) * (RANK + 1)
+    mean = torch.arange(12.0).view(3, 4) * (SIZE + 1) / 2
     for _ in range(2):
         model.p.grad = torch.full((4, 3), 2.0 * RANK).t()
         model.q.grad = torch.zeros(3, 8)[:, ::2]
-        wrapped({"p": own, "q": own}).backward()
+        model.r.grad = torch.full((3, 4), 2.0 * RANK)
+        wrapped({"p": own, "q": own, "r": own}).backward()
         with together():
-            assert torch.equal(model.p.grad, torch.full((3, 4), mean + SIZE - 1))
-            assert torch.equal(model.q.grad, torch.full((3, 4), mean))
+            assert torch.equal(model.p.grad, mean + SIZE - 1)
+            assert torch.equal(model.q.grad, mean)
+            assert torch.equal(model.r.grad, mean + SIZE - 1)
 
 
 def test_gradient_layout(views):

@@ -18,7 +18,7 @@ from mpiddp import DistributedDataParallel as DDP
 # Trains a little on every path: several buckets and chunks, 16 bits, accumulation, sparse and
 # unused parameters. Each rank writes digests of all gradients and parameters of all steps.
 PROGRAM = """
-import json, sys
+import json, sys, time
 from datetime import timedelta
 from pathlib import Path
 
@@ -61,7 +61,30 @@ for views in (False, True):
         optimizer.step()
         digests.append(all_bits(model.named_parameters()))
 engine = dist.group.WORLD.engine
-report = {"digests": digests, "thread": engine.has_thread, **engine.counters}
+
+# Thirty buckets of one number each, with time between: what is finished before the last arrives?
+chain = nn.ParameterList(torch.ones(()) for _ in range(30))
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.numbers = chain
+
+    def forward(self):
+        return sum(self.numbers[1:], self.numbers[0] * 1)
+
+wrapped = mpiddp.DistributedDataParallel(Chain(), bucket_cap_mb=1e-6)
+for number in chain:
+    number.register_hook(lambda gradient: time.sleep(0.002))
+loss = wrapped()
+before = engine.counters["chunks"]
+arrived = []
+for number in chain:
+    number.register_post_accumulate_grad_hook(lambda _: arrived.append(engine.counters["chunks"]))
+dist.barrier()
+loss.backward()
+report = {"digests": digests, "in_hooks": arrived[-1] - before}
+report |= {"thread": engine.has_thread, **engine.counters}
 Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(report))
 mpiddp.destroy_process_group()
 """
@@ -103,6 +126,8 @@ def test_same_bits_with_and_without_the_thread_and_from_run_to_run(tmp_path):
         assert report["naps"] == 0
         assert report["chunks"] == first.reports[0]["chunks"]
         assert report["submitted"] == first.reports[0]["submitted"]
+    # The last rank to come finds what the others have sent.
+    assert max(report["in_hooks"] for report in off.reports) > 0
 
 
 @pytest.mark.timeout(300)

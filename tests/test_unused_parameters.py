@@ -170,17 +170,23 @@ def test_outputs_that_take_no_part_in_the_loss(views):
         assert_replicated(wrapped)
 
 
-def test_outputs_that_take_no_part_leave_old_gradients(views):
+@pytest.mark.parametrize("idle", [0, 1])
+@pytest.mark.parametrize("kept", [False, True], ids=["new", "kept"])
+def test_outputs_that_take_no_part_leave_old_gradients(kept, idle, views):
+    """Whether the old gradient was set by the user, or is where the last step has put it."""
     model = _Heads()
     wrapped = DDP(model, find_unused_parameters=True, gradient_as_bucket_view=views)
     x = torch.randn(2, 3, dtype=torch.float64) + RANK
-    for _ in range(3):
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, RANK + 0.5)
-        wrapped(x)[0].square().sum().backward()
+    old = {id(p): torch.full_like(p, RANK + 0.5) for p in model.heads[idle].parameters()}
+    for step in range(4):
+        if step == 0 or not kept:
+            for parameter in model.heads[idle].parameters():
+                parameter.grad = old[id(parameter)].clone()
+        # The gradients of the other head are added to in place.
+        wrapped(x)[1 - idle].square().sum().backward()
         with together():
-            for parameter in model.heads[1].parameters():
-                assert torch.equal(parameter.grad, torch.full_like(parameter, RANK + 0.5))
+            for parameter in model.heads[idle].parameters():
+                assert torch.equal(parameter.grad, old[id(parameter)]), f"in step {step}"
 
 
 @pytest.mark.mpi(min_size=2)
