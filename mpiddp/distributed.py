@@ -204,17 +204,21 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             verification.raise_missing_gradients(group, missing, describe)
 
         channel = group.lease_channel()
-        self.reducer = Reducer(
-            parameters,
-            group,
-            channel,
-            BucketAssignment(parameters, expect_sparse_gradient, limits, group),
-            describe,
-            report_missing,
-            expect_sparse=expect_sparse_gradient,
-            find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-        )
+        try:
+            self.reducer = Reducer(
+                parameters,
+                group,
+                channel,
+                BucketAssignment(parameters, expect_sparse_gradient, limits, group),
+                describe,
+                report_missing,
+                expect_sparse=expect_sparse_gradient,
+                find_unused_parameters=self.find_unused_parameters,
+                gradient_as_bucket_view=self.gradient_as_bucket_view,
+            )
+        except BaseException:
+            group.return_channel(channel)
+            raise
         weakref.finalize(self.reducer, group.return_channel, channel).atexit = False
         self.logger = Logger(self.reducer, config.bucket_bytes_cap)
         self.reducer.set_logger(self.logger)

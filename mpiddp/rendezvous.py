@@ -91,7 +91,6 @@ class _World:
 
 
 _world: _World | None = None
-_owns_mpi = False
 
 
 def init_process_group(
@@ -216,14 +215,14 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
 
 
 def _checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
-    global _owns_mpi
     from mpi4py import MPI
 
     check_loaded_library()
     if not MPI.Is_initialized():
         # The user asked mpi4py not to, by mpi4py.rc; then ending it falls to us as well.
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        _owns_mpi = True
+        # Registered before _stop_at_exit, so it runs after that.
+        atexit.register(MPI.Finalize)
     if MPI.Is_finalized():
         raise RuntimeError("MPI has been finalised; it cannot be initialised twice")
     if comm is None:
@@ -389,7 +388,3 @@ def _stop_at_exit() -> None:
             group.forget_communicators()
     if dist.is_initialized():
         dist.destroy_process_group()
-    if _owns_mpi:
-        from mpi4py import MPI
-
-        MPI.Finalize()

@@ -119,7 +119,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--timeout", type=float, default=120, help="seconds for one test, default 120"
     )
     parser.add_argument(
-        "--job-timeout", type=float, default=1200, help="seconds for one mpirun, default 1200"
+        "--job-timeout", type=float, default=2400, help="seconds for one mpirun, default 2400"
     )
     options, others = parser.parse_known_args(argv)
 
