@@ -97,7 +97,8 @@ cdef class Bucket:
         offset = 0
         with torch.no_grad():
             for parameter in parameters:
-                self.views.append(_view_like(self.buffer, offset, parameter))
+                # .data: with a version counter of its own, not one that all views share.
+                self.views.append(_view_like(self.buffer, offset, parameter).data)
                 offset += parameter.numel()
         self.work.data = <char *><size_t>self.buffer.data_ptr()
         self.work.count = self.buffer.numel() * multiple

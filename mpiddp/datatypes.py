@@ -20,6 +20,9 @@ _SUM_DTYPES: dict[torch.dtype, torch.dtype] = {
     torch.complex32: torch.complex64,
 }
 
+# Open MPI's vector code saturates sums of these where all others wrap around.
+_NARROW_INTEGERS = (torch.int8, torch.int16, torch.uint8, torch.uint16)
+
 _DATATYPES: dict[torch.dtype, MPI.Datatype] = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,
@@ -63,6 +66,7 @@ _LOGICAL_OPERATIONS: dict[object, MPI.Op] = {
 
 _BITWISE = (_Kind.BAND, _Kind.BOR, _Kind.BXOR)
 _ORDERING = (_Kind.MIN, _Kind.MAX)
+_ADDING = (_Kind.SUM, _Kind.AVG, _Kind.PREMUL_SUM)
 
 
 class Reduction(NamedTuple):
@@ -90,6 +94,8 @@ def reduction(dtype: torch.dtype, op: dist.ReduceOp) -> Reduction:
     """
     kind = getattr(op, "op", op)
     sum_dtype = _SUM_DTYPES.get(dtype, dtype)
+    if dtype in _NARROW_INTEGERS and kind in _ADDING:
+        sum_dtype = torch.int32
     datatype = _DATATYPES.get(sum_dtype)
     operation = (_LOGICAL_OPERATIONS if dtype is torch.bool else _OPERATIONS).get(kind)
     impossible = (

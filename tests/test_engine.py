@@ -2,6 +2,7 @@
 
 import os
 import textwrap
+import time
 from pathlib import Path
 
 import mpirun
@@ -136,6 +137,7 @@ def test_engine_thread_blocks_all_signals() -> None:
     channel = engine.open_channel(IallreduceTransport(communicator), communicator)
     started = set(os.listdir("/proc/self/task")) - before
     assert len(started) == 1
+    time.sleep(0.2)  # the C library blocks them, too, while it starts a thread
     # All but KILL and STOP, and those that the C library keeps for itself (32 and 33).
     unblockable = {9, 19, 32, 33}
     blocked = blocked_signals(int(started.pop()))

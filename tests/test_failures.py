@@ -125,7 +125,6 @@ if rank == 0:
 wrapped(torch.ones(2, 4))
 print("still here")
 """,
-        ranks=3,
     )
     assert_failed_together(job, failing=0)
 
@@ -241,7 +240,6 @@ for step in range(3 if rank == 0 else 2):
 if rank == 0:
     print("still here")
 """,
-        ranks=3,
     )
     assert job.returncode != 0
     assert job.tracebacks == 1
