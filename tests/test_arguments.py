@@ -26,7 +26,7 @@ def size() -> int:
 class WithBuffer(nn.Module):
     """A linear layer and one buffer."""
 
-    def __init__(self, buffer: torch.Tensor) -> None:
+    def __init__(self, buffer: torch.Tensor | None) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
         self.register_buffer("table", buffer)
@@ -166,7 +166,7 @@ class TestArguments:
             DDP(nn.Linear(4, 4), bucket_cap_gb=1)  # type: ignore[call-arg]
 
 
-NOT_SERVED_ARGUMENTS = {
+NOT_SERVED_ARGUMENTS: dict[str, Any] = {
     "static_graph": True,
     "delay_all_reduce_named_params": [("weight", None)],
     "param_to_hook_all_reduce": nn.Parameter(torch.ones(1)),
@@ -254,7 +254,7 @@ DIFFERENT_BUFFERS = {
     "none": (None, "absent"),
 }
 
-DIFFERENT_ARGUMENTS = {
+DIFFERENT_ARGUMENTS: dict[str, tuple[Any, Any]] = {
     "bucket_cap_mb": (1, 2),
     "bucket_cap_mb_list": ([1], [1, 2]),
     "gradient_as_bucket_view": (False, True),
