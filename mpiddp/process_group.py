@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # stub l
 )
 
 from mpiddp import datatypes
+from mpiddp.abort import abort_job
 from mpiddp.engine import Channel, Engine
 from mpiddp.iallreduce import IallreduceTransport
 
@@ -120,7 +121,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """End every rank of the job, as MPI_Abort does. Not collective."""
-        MPI.COMM_WORLD.Abort(1)
+        abort_job(1)
 
     # Collectives.
 

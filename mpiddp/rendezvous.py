@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
+from mpiddp.abort import abort_job
 from mpiddp.library_check import check_loaded_library
 
 if TYPE_CHECKING:
@@ -365,12 +366,7 @@ def _abort_on_exception(
     world.excepthook(kind, error, traceback)
     if world.process_id != os.getpid() or world.topology.world_size == 1:
         return
-    from mpi4py import MPI
-
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    if not MPI.Is_finalized():
-        MPI.COMM_WORLD.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+    abort_job(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
 
 def _stop_at_exit() -> None:

@@ -4,6 +4,9 @@ Each test starts a job of its own with mpirun.
 """
 
 import re
+import select
+import subprocess
+import sys
 import textwrap
 import time
 from dataclasses import dataclass
@@ -176,6 +179,20 @@ def test_exception_is_python_s_own(tmp_path: Path, ended: bool) -> None:
     assert job.tracebacks == 1
     assert job.stderr.count("ValueError: broken on purpose") == 1
     assert "abort" not in job.stderr.lower()
+
+
+def test_abort_waits_until_the_launcher_has_read_what_was_printed(tmp_path: Path) -> None:
+    source = "import sys; from mpiddp.abort import abort_job; print('last words'); abort_job(3)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert process.stdout is not None
+    with process:
+        select.select([process.stdout], [], [], 60)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        assert process.stdout.readline() == b"last words\n"
+        assert process.wait(20) != 0
 
 
 def test_own_excepthook_is_still_called(tmp_path: Path) -> None:
