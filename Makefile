@@ -49,6 +49,7 @@ endif
 help:
 	@echo 'make train    train examples/train.py on $$NP ranks (ARGS="--epochs 1" for its options)'
 	@echo 'make test     run the tests (ARGS="-n 2 tests/test_launch.py" for a part of them)'
+	@echo 'make test-all run the slow tests as well (16 ranks, half a minute each)'
 	@echo 'make lint     check the code with ruff, mypy and cython-lint'
 	@echo 'make build    compile and install mpiddp into the environment'
 	@echo 'make clean    remove what was built; the environments stay'
@@ -64,6 +65,10 @@ train: $(INSTALLED)
 .PHONY: test
 test: $(INSTALLED)
 	$(BIN)/python tests/launch.py $(ARGS)
+
+.PHONY: test-all
+test-all: $(INSTALLED)
+	$(BIN)/python tests/launch.py --slow $(ARGS)
 
 .PHONY: build
 build: $(INSTALLED)

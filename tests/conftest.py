@@ -16,6 +16,21 @@ import torch.distributed as dist
 TIMEOUT = timedelta(seconds=30)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --slow, which `make test-all` gives."""
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the slow tests unless they were asked for."""
+    if config.getoption("slow"):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow") is not None]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
+
+
 @pytest.fixture(autouse=True)
 def _world_for_marked_tests(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("mpi") is not None:

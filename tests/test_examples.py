@@ -75,7 +75,7 @@ def test_train_resumes_with_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("n", [1, 16])
+@pytest.mark.parametrize("n", [1, pytest.param(16, marks=pytest.mark.slow)])
 def test_train_on_other_numbers_of_ranks(n: int) -> None:
     stdout, _ = run_example("train.py", n, "--epochs", 1, "--batch-size", 128)
     assert f"world: {n} ranks on 1 nodes" in stdout
@@ -118,7 +118,7 @@ def test_train_evaluates_synchronises_and_notices_a_replica_that_differs() -> No
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("n", "steps"), [(3, 30), (16, 10)])
+@pytest.mark.parametrize(("n", "steps"), [(3, 30), pytest.param(16, 10, marks=pytest.mark.slow)])
 def test_lm_learns(n: int, steps: int) -> None:
     stdout, _ = run_example("lm.py", n, "--steps", steps)
     before, after = held_out_bits(stdout)
