@@ -1,4 +1,5 @@
 from mpiddp.engine cimport Work
+from mpiddp.memory cimport BucketMemory
 
 
 cdef enum:
@@ -12,6 +13,7 @@ cdef class Bucket:
     cdef readonly tuple parameter_indices
     cdef readonly list views
     cdef readonly object buffer
+    cdef readonly BucketMemory memory
     cdef readonly object dtype
     cdef readonly bint sparse
     cdef Work work

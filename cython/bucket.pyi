@@ -2,7 +2,10 @@ from collections.abc import Sequence
 
 import torch
 
+from mpiddp.memory import BucketMemory
+
 def supported_dtypes() -> tuple[torch.dtype, ...]: ...
+def bytes_needed(parameters: Sequence[torch.Tensor]) -> int: ...
 
 class Bucket:
     index: int
@@ -11,12 +14,14 @@ class Bucket:
     buffer: torch.Tensor | None
     dtype: torch.dtype
     sparse: bool
+    memory: BucketMemory | None
     def __init__(
         self,
         index: int,
         parameters: Sequence[torch.Tensor],
         parameter_indices: Sequence[int],
         divisor: float,
+        memory: BucketMemory | None = None,
         sparse: bool = False,
     ) -> None: ...
     @property

@@ -28,6 +28,7 @@ from mpiddp.engine cimport (
     ElementType,
     element_bytes,
 )
+from mpiddp.memory cimport BucketMemory
 
 
 # How the engine sees a dtype: element type, elements per torch element.
@@ -57,6 +58,12 @@ def _view_like(buffer, Py_ssize_t offset, parameter):
     return buffer.narrow(0, offset, parameter.numel()).view(size)
 
 
+def bytes_needed(parameters):
+    """Return the size of a bucket for `parameters` in bytes. Not collective."""
+    elements = sum([parameter.numel() for parameter in parameters]) + len(parameters) + 2
+    return elements * parameters[0].element_size()
+
+
 cdef class Bucket:
     """One flat buffer for the gradients of some parameters.
 
@@ -67,6 +74,7 @@ cdef class Bucket:
         parameters: the parameters, all of one dtype on the CPU.
         parameter_indices: their indices in the reducer's list.
         divisor: what the sum over ranks is divided by.
+        memory: `bytes_needed` bytes of zeros; None if sparse.
         sparse: the one parameter's gradient is sparse; nothing is allocated.
 
     Raises:
@@ -74,7 +82,7 @@ cdef class Bucket:
     """
 
     def __init__(self, Py_ssize_t index, parameters, parameter_indices, double divisor,
-                 bint sparse=False):
+                 BucketMemory memory=None, bint sparse=False):
         cdef Py_ssize_t total, offset, multiple
         cdef ElementType element
         self.index = index
@@ -92,7 +100,8 @@ cdef class Bucket:
             )
         element, multiple = _ELEMENTS[self.dtype]
         total = sum([parameter.numel() for parameter in parameters])
-        self.buffer = torch.zeros(total + len(parameters) + 2, dtype=self.dtype)
+        self.memory = memory
+        self.buffer = memory.buffer.view(self.dtype)
         self.bytes_per_element = self.buffer.element_size()
         offset = 0
         with torch.no_grad():
@@ -104,6 +113,7 @@ cdef class Bucket:
         self.work.count = self.buffer.numel() * multiple
         self.work.element = element
         self.work.divisor = divisor
+        self.work.context = memory.context
         self.flags = self.work.data + total * self.bytes_per_element
 
     @property

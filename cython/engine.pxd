@@ -20,14 +20,24 @@ cdef struct Work:
     double divisor          # what the sum over ranks is divided by
     size_t started          # elements handed to the transport so far
     size_t finished         # elements that hold the mean
+    void *context           # what the transport keeps with the bucket's memory
     int done                # read and written with load/store below
     Work *next
 
 
+cdef enum Advance:
+    # What `advance` says of a work.
+    ADVANCE_BLOCKED         # other ranks are not there yet, nor for any later work
+    ADVANCE_PENDING         # waiting for others
+    ADVANCE_SOME            # something was done, more is left
+    ADVANCE_DONE            # the bucket holds the mean
+
+
 cdef struct Transport:
-    # What the engine knows of a way to reduce: start a chunk, test a chunk.
-    # Each transport's own struct has this one as its first member. Both
-    # functions return an MPI error code and leave the call's name in `call`.
+    # What the engine knows of a way to reduce. Each transport's own struct has this one as
+    # its first member. A transport either sends chunks (`start`, `test`: they return an MPI
+    # error code and leave the call's name in `call`), and the engine cuts the work and keeps
+    # the window; or it moves whole works by itself (`announce`, `advance`).
     size_t slots            # chunks that may be in flight at once, at most MAX_SLOTS
     size_t chunk_bytes      # size of one chunk as it is sent
     const char *call
@@ -35,6 +45,16 @@ cdef struct Transport:
         Transport *transport, size_t slot, Work *work, size_t offset, size_t count
     ) noexcept nogil
     int (*test)(Transport *transport, size_t slot, int *finished) noexcept nogil
+    # Tell the other ranks that this one has filled the bucket; on the submitting thread.
+    void (*announce)(Transport *transport, Work *work) noexcept nogil
+    # `helping`: this rank has nothing else to do, so take over what others have not begun.
+    Advance (*advance)(Transport *transport, Work *work, int helping) noexcept nogil
+    # How to wait for other ranks: take a ticket, look, and if nothing has moved, sleep until
+    # something has since the ticket was taken, or the time is over. NULL: by the clock only.
+    unsigned int (*take_ticket)(Transport *transport) noexcept nogil
+    void (*sleep)(Transport *transport, unsigned int ticket, double seconds) noexcept nogil
+    int wants_thread        # whether the engine thread serves it, if there is one
+    int crowded             # whether waiting ranks have fewer cores than they are
 
 
 cdef enum:

@@ -1,4 +1,7 @@
+from collections.abc import Iterable
 from typing import Any
+
+from mpiddp.memory import BucketMemory
 
 class Engine:
     def __init__(self, *, threaded: bool = True) -> None: ...
@@ -17,3 +20,4 @@ class Channel:
     closed: bool
     @property
     def idle(self) -> bool: ...
+    def allocate(self, sizes: Iterable[int]) -> list[BucketMemory]: ...

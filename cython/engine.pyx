@@ -25,6 +25,7 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
 from mpi4py.libmpi cimport MPI_COMM_NULL, MPI_SUCCESS, MPI_Comm
 
 from mpiddp.errors cimport check, check_errno
+from mpiddp.memory import allocate_private
 
 
 cdef extern from "<pthread.h>" nogil:
@@ -91,6 +92,7 @@ cdef enum:
 cdef double NAP_SHORTEST = 50e-6
 cdef double NAP_LONGEST = 200e-6
 cdef double SPIN = 20e-6
+cdef double SPIN_BEFORE_SLEEP = 50e-6
 cdef double YIELD = 1e-3
 cdef double SLEEP_SHORTEST = 50e-6
 cdef double SLEEP_LONGEST = 1e-3
@@ -220,12 +222,55 @@ cdef int start_chunks(EngineState *state, ChannelState *channel) noexcept nogil:
     return advanced
 
 
-cdef int step_channels(EngineState *state) noexcept nogil:
+cdef int advance_works(EngineState *state, ChannelState *channel, int helping) noexcept nogil:
+    """Let a transport move its works; return how many steps they took."""
+    cdef Transport *transport = channel.transport
+    cdef Work *work
+    cdef Work *previous = NULL
+    cdef Work *following
+    cdef Advance status
+    cdef int advanced = 0
+    pthread_mutex_lock(&state.queue_lock)
+    work = channel.head
+    pthread_mutex_unlock(&state.queue_lock)
+    while work != NULL:
+        status = transport.advance(transport, work, helping)
+        if status == ADVANCE_BLOCKED:
+            return advanced
+        pthread_mutex_lock(&state.queue_lock)
+        following = work.next
+        if status == ADVANCE_DONE:
+            if previous == NULL:
+                channel.head = following
+            else:
+                previous.next = following
+            if following == NULL:
+                channel.tail = previous
+            channel.pending -= 1
+            if transport.wants_thread:
+                state.pending -= 1
+        pthread_mutex_unlock(&state.queue_lock)
+        if status == ADVANCE_DONE:
+            channel.last_progress = now()
+            state.chunks += 1
+            state.thread_chunks += state.on_thread
+            store(&work.done, 1)
+        else:
+            previous = work
+        advanced += status != ADVANCE_PENDING
+        work = following
+    return advanced
+
+
+cdef int step_channels(EngineState *state, int helping) noexcept nogil:
     """Take one step on every channel. The caller holds `progress_lock`."""
     cdef ChannelState *channel = state.channels
     cdef int advanced = 0
     while channel != NULL:
-        if not channel.failure:
+        if channel.transport != NULL and channel.transport.advance != NULL:
+            if channel.head != NULL:
+                advanced += advance_works(state, channel, helping)
+        elif not channel.failure:
             if channel.slots_used:
                 advanced += finish_chunks(state, channel)
             if channel.head != NULL and not channel.failure:
@@ -249,7 +294,7 @@ cdef void *engine_thread(void *argument) noexcept nogil:
         advanced = 0
         if pthread_mutex_trylock(&state.progress_lock) == 0:
             state.on_thread = 1
-            advanced = step_channels(state)
+            advanced = step_channels(state, False)
             state.on_thread = 0
             pthread_mutex_unlock(&state.progress_lock)
         nap = NAP_SHORTEST if advanced else min(2 * nap, NAP_LONGEST)
@@ -262,11 +307,19 @@ cdef void *engine_thread(void *argument) noexcept nogil:
     return NULL
 
 
-cdef void relax(double idle) noexcept nogil:
+cdef void relax(
+    EngineState *state, Transport *transport, unsigned int ticket, double idle
+) noexcept nogil:
     """Give the core away the more readily, the longer nothing has happened.
 
-    A sleep is a sixteenth of the wait so far: that is the most that it can add to it.
+    A sleep is a sixteenth of the wait so far: that is the most that it can add to it. Where
+    other ranks wake this one, it sleeps as soon as spinning does not pay.
     """
+    if transport.sleep != NULL:
+        if transport.crowded or idle > SPIN_BEFORE_SLEEP:
+            # Another channel may need this thread to move its messages.
+            transport.sleep(transport, ticket, SLEEP_SHORTEST if state.pending else SIGNAL_CHECK)
+        return
     if idle < SPIN:
         return
     if idle < YIELD:
@@ -279,21 +332,28 @@ cdef int drive(
     EngineState *state, ChannelState *channel, Work *work, double until
 ) noexcept nogil:
     """Make progress until `work` is done, its channel failed, or `until` passed."""
+    cdef Transport *transport = channel.transport
     cdef double idle_since = now()
     cdef double time
+    cdef unsigned int ticket = 0
     cdef int advanced
     while not load(&work.done) and not channel.failure:
-        advanced = 0
+        if transport.take_ticket != NULL:
+            ticket = transport.take_ticket(transport)
+        # If another thread is at it, nothing was looked at: do not sleep.
+        advanced = 1
         if pthread_mutex_trylock(&state.progress_lock) == 0:
-            advanced = step_channels(state)
+            advanced = step_channels(state, True)
             pthread_mutex_unlock(&state.progress_lock)
+        else:
+            sched_yield()
         time = now()
         if time > until:
             return 0
         if advanced:
             idle_since = time
         else:
-            relax(time - idle_since)
+            relax(state, transport, ticket, time - idle_since)
     return 1
 
 
@@ -360,7 +420,10 @@ cdef class Engine:
         pthread_mutex_unlock(&self.state.queue_lock)
         pthread_mutex_unlock(&self.state.progress_lock)
         self.channels.append(channel)
-        if self.threaded and not self.state.running and transport is not None:
+        if (
+            self.threaded and not self.state.running and transport is not None
+            and channel.state.transport.wants_thread
+        ):
             check_errno(
                 create_thread_without_signals(&self.state.thread, engine_thread, self.state),
                 "pthread_create",
@@ -440,7 +503,7 @@ cdef class Engine:
     cdef int step(self) noexcept nogil:
         cdef int advanced = 0
         if pthread_mutex_trylock(&self.state.progress_lock) == 0:
-            advanced = step_channels(self.state)
+            advanced = step_channels(self.state, False)
             pthread_mutex_unlock(&self.state.progress_lock)
         return advanced
 
@@ -468,6 +531,8 @@ cdef class Channel:
             store(&work.done, 1)
             return 0
         store(&work.done, 0)
+        if self.state.transport.announce != NULL:
+            self.state.transport.announce(self.state.transport, work)
         pthread_mutex_lock(&state.queue_lock)
         if self.state.tail == NULL:
             self.state.head = work
@@ -475,9 +540,10 @@ cdef class Channel:
             self.state.tail.next = work
         self.state.tail = work
         self.state.pending += 1
-        state.pending += 1
-        if state.running and not state.waiters:
-            pthread_cond_signal(&state.wake)
+        if self.state.transport.wants_thread:
+            state.pending += 1
+            if state.running and not state.waiters:
+                pthread_cond_signal(&state.wake)
         pthread_mutex_unlock(&state.queue_lock)
         return 0
 
@@ -518,8 +584,22 @@ cdef class Channel:
 
     cdef void poke(self) noexcept nogil:
         """Take one step of progress where no thread does it."""
-        if self.state.pending and not self.engine.state.running:
+        if self.state.pending and not (
+            self.engine.state.running and self.state.transport.wants_thread
+        ):
             self.engine.step()
+
+    def allocate(self, sizes):
+        """Return a `BucketMemory` for each of `sizes` in bytes.
+
+        Collective.
+
+        Raises:
+            OSError: some rank has too little memory; raised on all ranks.
+        """
+        if self.transport is None:
+            return allocate_private(sizes)
+        return self.transport.allocate(sizes)
 
     def _raise_failure(self):
         cdef MPI_Comm comm = MPI_COMM_NULL

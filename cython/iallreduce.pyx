@@ -40,6 +40,7 @@ from mpiddp.engine cimport (
     element_bytes,
 )
 from mpiddp.errors cimport check_errno
+from mpiddp.memory import allocate_private
 
 
 cdef extern from "<stdlib.h>" nogil:
@@ -146,11 +147,16 @@ cdef class IallreduceTransport:
         self.state.comm = <MPI_Comm><size_t>communicator.handle
         self.state.transport.slots = window
         self.state.transport.chunk_bytes = chunk_bytes
+        self.state.transport.wants_thread = True
         self.state.transport.start = start
         self.state.transport.test = test
 
     def __dealloc__(self):
         free(self.memory)
+
+    def allocate(self, sizes):
+        """Return a `BucketMemory` for each of `sizes` in bytes. Not collective."""
+        return allocate_private(sizes)
 
     @property
     def address(self):

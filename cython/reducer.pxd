@@ -35,7 +35,7 @@ cdef class Reducer:
     cdef object report_missing
     cdef object timeout
     cdef double divisor
-    cdef Channel channel
+    cdef readonly Channel channel
     cdef ParameterState *states
     cdef list gradients             # what .grad was when the hook copied from it
     cdef list expect_sparse

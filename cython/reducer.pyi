@@ -10,6 +10,7 @@ class Reducer:
     parameters: list[torch.Tensor]
     buckets: list[Bucket]
     process_group: Any
+    channel: Channel
     find_unused_parameters: bool
     gradient_as_bucket_view: bool
     has_rebuilt_buckets: bool

@@ -34,6 +34,7 @@ import torch
 from torch.autograd import Variable
 
 from mpiddp.bucket cimport INCOMPLETE, MISSED, Bucket
+from mpiddp.bucket import bytes_needed
 from mpiddp.engine cimport WAIT_TIMED_OUT, Channel, work_is_done
 
 
@@ -141,14 +142,22 @@ cdef class Reducer:
         cdef ParameterState *state
         cdef Py_ssize_t index, position
         old_views = self._views() if self.gradient_as_bucket_view else None
+        members = [[self.parameters[index] for index in indices] for indices in assignment]
+        sparse = [self.expect_sparse[indices[0]] for indices in assignment]
+        memories = iter(
+            self.channel.allocate(
+                [bytes_needed(some) for some, without in zip(members, sparse) if not without]
+            )
+        )
         self.buckets = []
-        for indices in assignment:
+        for indices, parameters, without in zip(assignment, members, sparse):
             bucket = Bucket(
                 len(self.buckets),
-                [self.parameters[index] for index in indices],
+                parameters,
                 indices,
                 self.divisor,
-                sparse=self.expect_sparse[indices[0]],
+                None if without else next(memories),
+                sparse=without,
             )
             self.buckets.append(bucket)
             for position, index in enumerate(indices):

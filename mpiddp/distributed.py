@@ -24,6 +24,7 @@ from mpiddp.bucket import supported_dtypes
 from mpiddp.bucket_assignment import BucketAssignment
 from mpiddp.logger import Logger
 from mpiddp.reducer import Reducer
+from mpiddp.transport import requested_transport
 
 if TYPE_CHECKING:
     from mpiddp.process_group import ProcessGroup
@@ -81,17 +82,22 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         batched_grad_copy: accepted; it concerns GPUs.
         forward_sync_buffers: whether rank 0's buffers are copied to all ranks at each forward;
             None is True.
+        transport: how gradients travel: "shared" (in memory that the ranks of a node share),
+            "mpi" (MPI_Iallreduce), or "auto", which takes what is faster. None is the environment
+            variable MPIDDP_TRANSPORT, else "auto".
 
     Raises:
         TypeError: `module` is no module, `process_group` is not of mpiddp, a flag is no bool, or
             some parameter's gradient cannot be averaged (the error names it).
-        ValueError: a bucket size is negative, or a parameter or buffer is not on the CPU.
+        ValueError: a bucket size is negative, there is no such transport, or a parameter or
+            buffer is not on the CPU.
         RuntimeError: there is no process group, no parameter needs a gradient, or the ranks
             construct different models (the error names parameters and ranks).
         NotImplementedError: an argument marked "not served yet" is used.
     """
 
     process_group: ProcessGroup
+    _transport: str
     reducer: Reducer  # type: ignore[assignment]  # answers to the same calls as torch's
 
     def __init__(
@@ -116,6 +122,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         bucket_cap_mb_list: Sequence[int] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        transport: str | None = None,
     ) -> None:
         arguments = dict(locals())
         for name, served in _NOT_SERVED.items():
@@ -130,6 +138,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         _check_process_group(process_group)
         # Read by _build_params_for_reducer, which torch's constructor calls.
         object.__setattr__(self, "_verify_models", bool(init_sync))
+        object.__setattr__(self, "_transport", requested_transport(transport))
         super().__init__(
             module,
             device_ids=device_ids,
@@ -174,6 +183,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
             "find_unused_parameters": self.find_unused_parameters,
             "forward_sync_buffers": self.forward_sync_buffers,
+            "transport": self._transport,
         }
         verification.verify_equal_models(
             self.process_group,
@@ -203,7 +213,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         def report_missing(missing: list[tuple[int, int]]) -> None:
             verification.raise_missing_gradients(group, missing, describe)
 
-        channel = group.lease_channel()
+        channel = group.lease_channel(self._transport)
         try:
             self.reducer = Reducer(
                 parameters,

@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # stub l
 from mpiddp import datatypes
 from mpiddp.abort import abort_job
 from mpiddp.engine import Channel, Engine
-from mpiddp.iallreduce import IallreduceTransport
+from mpiddp.transport import open_channel
 
 Result = TypeVar("Result")
 
@@ -75,6 +75,7 @@ class ProcessGroup(dist.ProcessGroup):
         self.timeout = timeout
         self._store = store
         self._channels: list[Channel] = []
+        self._transports: list[str] = []
         self._leased: set[int] = set()
         self._name = ""
         communicator.Set_name("mpiddp")
@@ -250,16 +251,21 @@ class ProcessGroup(dist.ProcessGroup):
 
     # Queues for gradients.
 
-    def lease_channel(self) -> Channel:
+    def lease_channel(self, transport: str = "auto") -> Channel:
         """Return a queue of the engine with a communicator of its own.
 
         Collective. Communicators are a limited resource and may only be freed together, while
         reducers are garbage-collected at a different time on each rank: so channels are kept
         and leased again, and the ranks agree on one that is idle on all of them.
+
+        Args:
+            transport: one of `mpiddp.transport.TRANSPORTS`, the same on all ranks.
         """
         free = torch.ones(len(self._channels), dtype=torch.uint8)
         for index, channel in enumerate(self._channels):
-            free[index] = index not in self._leased and channel.idle
+            free[index] = (
+                index not in self._leased and channel.idle and self._transports[index] == transport
+            )
         if len(self._channels):
             opts = AllreduceOptions()
             opts.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
@@ -269,7 +275,8 @@ class ProcessGroup(dist.ProcessGroup):
             index = candidates[0]
         else:
             index = len(self._channels)
-            self._channels.append(self._open_channel())
+            self._channels.append(self._open_channel(transport))
+            self._transports.append(transport)
         self._leased.add(index)
         return self._channels[index]
 
@@ -278,13 +285,11 @@ class ProcessGroup(dist.ProcessGroup):
         if channel in self._channels:
             self._leased.discard(self._channels.index(channel))
 
-    def _open_channel(self) -> Channel:
-        if self.size() == 1:
-            return self.engine.open_channel(None)
+    def _open_channel(self, transport: str) -> Channel:
         communicator = self.communicator.Dup()
         communicator.Set_errhandler(MPI.ERRORS_RETURN)
         communicator.Set_name(f"mpiddp gradients {len(self._channels)}")
-        return self.engine.open_channel(IallreduceTransport(communicator), communicator)
+        return open_channel(self.engine, communicator, transport)
 
     # Within.
 

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from mpiddp.abort import abort_job
 from mpiddp.library_check import check_loaded_library
+from mpiddp.transport import PROGRESS_THREAD_VARIABLE
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -35,9 +36,6 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 # Seconds that a rank tries to reach the store of rank 0, which answers at once or never.
 _STORE_PATIENCE = 5.0
-
-# Set to 0 to make progress from autograd's hooks instead of a thread.
-PROGRESS_THREAD_VARIABLE = "MPIDDP_PROGRESS_THREAD"
 
 # What launchers tell a process about the number of ranks they started.
 _LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")

@@ -34,7 +34,7 @@ def count_backward(wrapped: DDP, *shape: int) -> dict[str, int]:
 class TestCounters:
     def test_one_all_reduce_a_bucket(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        wrapped = DDP(model, bucket_cap_mb_list=[1e-6])
+        wrapped = DDP(model, bucket_cap_mb_list=[1e-6], transport="mpi")
         for _ in range(3):
             counted = count_backward(wrapped, 2, 4)
             assert counted["submitted"] == 4
@@ -46,7 +46,7 @@ class TestCounters:
         elements_a_chunk = CHUNK_BYTES // max(dtype.itemsize, 4)
         # Exactly two chunks of gradients; the flags behind them make a third.
         model = nn.Linear(elements_a_chunk, 2, bias=False, dtype=dtype)
-        wrapped = DDP(model)
+        wrapped = DDP(model, transport="mpi")
         wrapped(torch.ones(1, elements_a_chunk, dtype=dtype)).sum().backward()
         engine = wrapped.process_group.engine
         before = engine.counters
@@ -197,7 +197,7 @@ def test_error_of_mpi_is_raised_where_backward_waits(tmp_path: Path) -> None:
                 return gradient
 
         model = torch.nn.Linear(1000, 10 if rank == 0 or not open_mpi else 5)
-        wrapped = DDP(model, init_sync=False)
+        wrapped = DDP(model, init_sync=False, transport="mpi")
         if not open_mpi:
             wrapped.process_group._channels[0].communicator.Free()
         inputs = torch.ones(2, 1000, requires_grad=True)

@@ -93,12 +93,15 @@ mpiddp.destroy_process_group()
 class Run:
     """One mpirun of the program, and what its ranks wrote."""
 
-    def __init__(self, folder: Path, ranks: int, thread: str, timeout: float = 100) -> None:
+    def __init__(
+        self, folder: Path, ranks: int, thread: str, transport: str = "mpi", timeout: float = 100
+    ) -> None:
         folder.mkdir()
         program = folder / "program.py"
         program.write_text(PROGRAM)
         environment = {
             "MPIDDP_PROGRESS_THREAD": thread,
+            "MPIDDP_TRANSPORT": transport,
             "PYTHONPATH": str(Path(__file__).parent),
         }
         done = mpirun.run(ranks, [program, folder], timeout, environment)
@@ -131,9 +134,24 @@ def test_same_bits_with_and_without_the_thread_and_from_run_to_run(tmp_path):
 
 
 @pytest.mark.timeout(300)
+def test_same_bits_in_shared_memory(tmp_path):
+    first, thread = (
+        Run(tmp_path / name, 3, thread, "shared") for name, thread in [("a", "0"), ("b", "1")]
+    )
+    assert first.digests == thread.digests
+    for report in first.reports:
+        assert not report["thread"]
+        assert report["chunks"] == report["submitted"]
+    for report in thread.reports:
+        assert report["thread"]
+    assert max(report["in_hooks"] for report in first.reports) > 0
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [8, pytest.param(16, marks=pytest.mark.slow)])
 def test_more_ranks_than_cores(tmp_path, ranks):
-    assert Run(tmp_path / "run", ranks, "1", timeout=280).digests
+    for transport in ("mpi", "shared"):
+        assert Run(tmp_path / transport, ranks, "1", transport, timeout=140).digests
 
 
 class _Pause(torch.autograd.Function):
@@ -174,7 +192,7 @@ def test_thread_reduces_while_backward_runs(views):
         return chunks_in_pause[-1] > 0
 
     model = _Pausing(happened)
-    wrapped = DDP(model, bucket_cap_mb=0.1, gradient_as_bucket_view=views)
+    wrapped = DDP(model, bucket_cap_mb=0.1, gradient_as_bucket_view=views, transport="mpi")
     engine = wrapped.process_group.engine
     for _ in range(3):
         chunks_in_pause.append(0)
@@ -199,7 +217,7 @@ def test_no_thread_in_a_world_of_one():
 
 @pytest.mark.mpi(min_size=2)
 def test_thread_sleeps_when_there_is_nothing_to_do():
-    wrapped = DDP(nn.Linear(2, 1))
+    wrapped = DDP(nn.Linear(2, 1), transport="mpi")
     wrapped(torch.ones(1, 2)).sum().backward()
     engine = wrapped.process_group.engine
     time.sleep(0.01)

@@ -202,8 +202,11 @@ def test_checkpoints_are_interchangeable(gloo):
 
 
 def test_same_arguments_as_torch():
-    ours = inspect.signature(DDP.__init__).parameters
+    ours = dict(inspect.signature(DDP.__init__).parameters)
+    own = ours.pop("transport")
     theirs = inspect.signature(TorchDDP.__init__).parameters
     with together():
+        assert own.kind is inspect.Parameter.KEYWORD_ONLY
+        assert own.default is None
         assert list(ours) == list(theirs)
         assert {n: p.default for n, p in ours.items()} == {n: p.default for n, p in theirs.items()}

@@ -1,0 +1,24 @@
+from collections.abc import Sequence
+
+from mpi4py import MPI
+
+from mpiddp.memory import BucketMemory
+
+class SharedTransport:
+    def __init__(
+        self,
+        node: MPI.Intracomm,
+        *,
+        chunk_bytes: int = 65536,
+        crowded: bool = False,
+        wants_thread: bool = False,
+    ) -> None: ...
+    def allocate(self, sizes: Sequence[int]) -> list[BucketMemory]: ...
+    @property
+    def address(self) -> int: ...
+
+class SharedBuckets:
+    def __init__(
+        self, node: MPI.Intracomm, sizes: Sequence[int], chunk_bytes: int
+    ) -> None: ...
+    def memories(self, sizes: Sequence[int]) -> list[BucketMemory]: ...

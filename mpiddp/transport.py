@@ -1,0 +1,94 @@
+"""Choose how the gradients of a module travel: the one place that knows all transports."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpiddp.iallreduce import IallreduceTransport
+from mpiddp.shared import SharedTransport
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpiddp.engine import Channel, Engine
+
+# What a user may ask for. "auto" takes "shared" where ranks share nodes, else "mpi".
+TRANSPORTS = ("auto", "shared", "mpi")
+TRANSPORT_VARIABLE = "MPIDDP_TRANSPORT"
+
+# 0: progress is made from autograd's hooks alone. 1: by a thread. Unset: by a thread where
+# messages need it or cores are left over.
+PROGRESS_THREAD_VARIABLE = "MPIDDP_PROGRESS_THREAD"
+
+
+def requested_transport(argument: str | None) -> str:
+    """Return the transport that the argument names, else the environment. Not collective.
+
+    Raises:
+        ValueError: there is no transport of this name.
+    """
+    name = os.environ.get(TRANSPORT_VARIABLE, "auto") if argument is None else argument
+    if name not in TRANSPORTS:
+        source = TRANSPORT_VARIABLE if argument is None else "transport"
+        raise ValueError(f"{source} must be one of {', '.join(TRANSPORTS)}, not {name!r}")
+    return name
+
+
+def open_channel(engine: Engine, communicator: MPI.Intracomm, name: str) -> Channel:
+    """Return a queue of the engine over a transport of its own.
+
+    Collective.
+
+    Args:
+        engine: the process's progress engine.
+        communicator: used by nothing else from now on.
+        name: one of `TRANSPORTS`, the same on all ranks.
+
+    Raises:
+        OSError: "shared" was asked for, and the ranks of a node cannot share memory.
+    """
+    from mpi4py import MPI  # initialises MPI, which importing this file must not
+
+    if communicator.Get_size() == 1:
+        return engine.open_channel(None)
+    if name == "mpi":
+        return engine.open_channel(IallreduceTransport(communicator), communicator)
+    node = communicator.Split_type(MPI.COMM_TYPE_SHARED, key=communicator.Get_rank())
+    ranks_here = communicator.allgather(node.Get_size())
+    if min(ranks_here) < communicator.Get_size():
+        node.Free()
+        return engine.open_channel(IallreduceTransport(communicator), communicator)
+    problem, transport = "", None
+    try:
+        transport = _make_shared(node)
+    except OSError as error:
+        problem = str(error)
+    problems = [text for text in communicator.allgather(problem) if text]
+    if not problems:
+        return engine.open_channel(transport, communicator)
+    node.Free()
+    if name == "shared":
+        raise OSError(problems[0])
+    if communicator.Get_rank() == 0:
+        warnings.warn(
+            f"the ranks of a node cannot share memory, so gradients go through MPI, which is "
+            f"slower: {problems[0]}",
+            stacklevel=2,
+        )
+    return engine.open_channel(IallreduceTransport(communicator), communicator)
+
+
+def _make_shared(node: MPI.Intracomm) -> SharedTransport:
+    # Bound ranks see their own cores only.
+    cores = len(set().union(*node.allgather(os.sched_getaffinity(0))))
+    ranks = node.Get_size()
+    spare = cores >= ranks * (torch.get_num_threads() + 1)
+    return SharedTransport(
+        node,
+        crowded=cores < ranks,
+        wants_thread=spare or os.environ.get(PROGRESS_THREAD_VARIABLE) == "1",
+    )
