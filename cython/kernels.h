@@ -132,47 +132,9 @@ MPIDDP_INLINE void mpiddp_reset_float_state(mpiddp_float_state before)
 #include "kernels_variant.h"
 
 #if defined(MPIDDP_X86)
-#define VARIANT avx2
-#define TARGET __attribute__((target("avx2,f16c")))
-#define FLOAT16_VECTOR __m256
-#define FLOAT16_LANES 8
-#define FLOAT16_LOAD(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
-#define FLOAT16_STORE(p, v) \
-    _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
-#define FLOAT16_LOAD_SUM(p) _mm256_loadu_ps(p)
-#define FLOAT16_STORE_SUM(p, v) _mm256_storeu_ps(p, v)
-#include "kernels_variant.h"
-
-#define VARIANT avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,f16c")))
-#define FLOAT16_VECTOR __m512
-#define FLOAT16_LANES 16
-#define FLOAT16_LOAD(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
-#define FLOAT16_STORE(p, v) \
-    _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
-#define FLOAT16_LOAD_SUM(p) _mm512_loadu_ps(p)
-#define FLOAT16_STORE_SUM(p, v) _mm512_storeu_ps(p, v)
-#include "kernels_variant.h"
-
-/* The builtin asks the processor and the operating system, but GCC 9 and 10 cannot ask
- * it for F16C. */
-MPIDDP_INLINE int mpiddp_has_f16c(void)
-{
-    unsigned int eax, ebx, ecx, edx;
-    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
-}
-#endif
-
-#if defined(MPIDDP_NEON)
-#define VARIANT neon
-#define TARGET
-#define FLOAT16_VECTOR float32x4_t
-#define FLOAT16_LANES 4
-#define FLOAT16_LOAD(p) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)))
-#define FLOAT16_STORE(p, v) vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v)))
-#define FLOAT16_LOAD_SUM(p) vld1q_f32(p)
-#define FLOAT16_STORE_SUM(p, v) vst1q_f32(p, v)
-#include "kernels_variant.h"
+#include "kernels_x86.h"
+#elif defined(MPIDDP_NEON)
+#include "kernels_neon.h"
 #endif
 
 #define MPIDDP_MAX_KERNELS 3
@@ -183,13 +145,10 @@ static inline size_t mpiddp_available_kernels(const struct mpiddp_kernels **tabl
     size_t count = 0;
     tables[count++] = &mpiddp_kernels_of_plain;
 #if defined(MPIDDP_X86)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && mpiddp_has_f16c()) {
+    if (mpiddp_has_avx2())
         tables[count++] = &mpiddp_kernels_of_avx2;
-        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
-            && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-            tables[count++] = &mpiddp_kernels_of_avx512;
-    }
+    if (mpiddp_has_avx512())
+        tables[count++] = &mpiddp_kernels_of_avx512;
 #elif defined(MPIDDP_NEON)
     tables[count++] = &mpiddp_kernels_of_neon;
 #endif

@@ -5,12 +5,28 @@
  *   TARGET     the attribute that lets a function use the machine's instructions
  *   ELEMENT    the type of an element in the buffers
  *   SUM        the type in which elements are summed
- *   VECTOR     LANES sums; SUM itself where compilers make good SIMD code by themselves
- *   LOAD, STORE           a VECTOR from and to LANES elements
- *   LOAD_SUM, STORE_SUM   a VECTOR from and to LANES sums
+ * and, where an element is not simply a SUM,
+ *   LOAD(p), STORE(p, v)          one SUM from and to an element
+ * and, where compilers make no good SIMD code of that,
+ *   VECTOR     a type for LANES sums; then LOAD and STORE are for one of these
+ *   LOAD_SUM(p), STORE_SUM(p, v)  a VECTOR from and to LANES sums
+ *   ADD(v, w), MULTIPLY(v, sum), DIVIDE(v, sum)
  * No alignment is assumed beyond that of an element. A sum is made in the order of
  * the buffers, never in another one.
  */
+#ifndef VECTOR
+#define VECTOR SUM
+#define LANES 1
+#define LOAD_SUM(p) (*(p))
+#define STORE_SUM(p, v) (*(p) = (v))
+#define ADD(v, w) ((v) + (w))
+#define MULTIPLY(v, sum) ((v) * (sum))
+#define DIVIDE(v, sum) ((v) / (sum))
+#endif
+#ifndef LOAD
+#define LOAD(p) (*(p))
+#define STORE(p, v) (*(p) = (v))
+#endif
 
 /* Do what `role` says with LANES elements of one to four buffers. All arguments but the
  * pointers and the factor are constants once this is inlined. */
@@ -22,20 +38,20 @@ MPIDDP_INLINE TARGET void NAME(step)(
     if (role == MPIDDP_STORE_MEAN)
         sum = LOAD_SUM(wide);
     else if (role == MPIDDP_ADD)
-        sum = LOAD_SUM(wide) + LOAD(a);
+        sum = ADD(LOAD_SUM(wide), LOAD(a));
     else
         sum = LOAD(a);
     if (ranks > 1)
-        sum = sum + LOAD(b);
+        sum = ADD(sum, LOAD(b));
     if (ranks > 2)
-        sum = sum + LOAD(c);
+        sum = ADD(sum, LOAD(c));
     if (ranks > 3)
-        sum = sum + LOAD(d);
+        sum = ADD(sum, LOAD(d));
     if (role == MPIDDP_SUM || role == MPIDDP_ADD) {
         STORE_SUM(wide, sum);
         return;
     }
-    sum = multiply ? sum * factor : sum / factor;
+    sum = multiply ? MULTIPLY(sum, factor) : DIVIDE(sum, factor);
     STORE(a, sum);
     if (ranks > 1)
         STORE(b, sum);
@@ -160,3 +176,6 @@ static MPIDDP_NOINLINE TARGET void NAME(mean_in_place)(
 #undef STORE
 #undef LOAD_SUM
 #undef STORE_SUM
+#undef ADD
+#undef MULTIPLY
+#undef DIVIDE

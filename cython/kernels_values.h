@@ -1,7 +1,7 @@
 /* One value at a time: float16 and bfloat16 to float and back, double to float.
  *
- * Integers and selections only where a value decides, so that compilers turn
- * loops over these into SIMD code on any machine. What comes from a narrower type
+ * Where a value decides, both results are computed and one is masked out: compilers
+ * turn loops over these into SIMD code on any machine. What comes from a narrower type
  * is exact; what goes to one is rounded to nearest, ties to even; overflow gives
  * infinity; a NaN stays a NaN. No subnormal float is ever an operand or a result
  * of a float instruction here: those are slow on some machines.
@@ -32,6 +32,14 @@ MPIDDP_INLINE float mpiddp_bits_float(uint32_t bits)
     return value;
 }
 
+/* `a` where the condition holds, else `b`. Not ?: because GCC makes a branch of that when
+ * a float instruction hangs on it. */
+MPIDDP_INLINE uint32_t mpiddp_select(int condition, uint32_t a, uint32_t b)
+{
+    uint32_t mask = -(uint32_t)(condition != 0);
+    return (a & mask) | (b & ~mask);
+}
+
 MPIDDP_INLINE float mpiddp_bfloat16_to_float(uint16_t value)
 {
     return mpiddp_bits_float((uint32_t)value << 16);
@@ -40,9 +48,9 @@ MPIDDP_INLINE float mpiddp_bfloat16_to_float(uint16_t value)
 MPIDDP_INLINE uint16_t mpiddp_float_to_bfloat16(float value)
 {
     uint32_t bits = mpiddp_float_bits(value);
-    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    uint32_t nan = (bits >> 16) | 0x0040u;
-    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+    uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    uint32_t quiet = bits | 0x00400000u;
+    return (uint16_t)(mpiddp_select(value != value, quiet, rounded) >> 16);
 }
 
 /* The exponent's bias is 15 in a float16 and 127 in a float. */
@@ -54,8 +62,8 @@ MPIDDP_INLINE float mpiddp_float16_to_float(uint16_t value)
     uint32_t special = magnitude | 0x7f800000u;         /* infinity, NaN */
     /* Subnormal: 2^-14 and the fraction, less the 2^-14. */
     float fraction = mpiddp_bits_float((magnitude & 0x007fffffu) | 0x38800000u) - 0x1p-14f;
-    uint32_t bits = magnitude < 0x00800000u ? mpiddp_float_bits(fraction) : normal;
-    bits = magnitude >= 0x0f800000u ? special : bits;
+    uint32_t bits = mpiddp_select(magnitude < 0x00800000u, mpiddp_float_bits(fraction), normal);
+    bits = mpiddp_select(magnitude >= 0x0f800000u, special, bits);
     return mpiddp_bits_float(bits | sign);
 }
 
@@ -67,12 +75,12 @@ MPIDDP_INLINE uint16_t mpiddp_float_to_float16(float value)
     uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
     /* Subnormal: the last digit of 0.5f is worth 2^-24, as that of the result. What is
      * small enough to be a subnormal float does not count. */
-    uint32_t addend = magnitude < 0x00800000u || magnitude >= 0x38800000u ? 0 : magnitude;
+    uint32_t addend = mpiddp_select(magnitude >= 0x00800000u, magnitude, 0);
     uint32_t subnormal = mpiddp_float_bits(mpiddp_bits_float(addend) + 0.5f) - 0x3f000000u;
     uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
-    uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
-    half = magnitude >= 0x47800000u ? 0x7c00u : half;   /* 65536 and more */
-    half = magnitude > 0x7f800000u ? nan : half;
+    uint32_t half = mpiddp_select(magnitude < 0x38800000u, subnormal, normal);
+    half = mpiddp_select(magnitude >= 0x47800000u, 0x7c00u, half);     /* 65536 and more */
+    half = mpiddp_select(magnitude > 0x7f800000u, nan, half);
     return (uint16_t)(half | sign);
 }
 

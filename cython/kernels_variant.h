@@ -3,7 +3,8 @@
  * kernels.h includes this once for each machine, with these defined:
  *   VARIANT      its name
  *   TARGET       the attribute that lets a function use its instructions
- *   FLOAT16_...  how many float16 become floats at once, and how; plain C if undefined
+ *   FLOAT16_...  and BFLOAT16_..., as kernels_loops.h describes them, where the machine
+ *                has instructions that compilers do not find by themselves
  */
 #define JOIN_(a, b, c) mpiddp_##a##_##b##_##c
 #define JOIN(a, b, c) JOIN_(a, b, c)
@@ -12,53 +13,48 @@
 #define ELEMENT_NAME float32
 #define ELEMENT float
 #define SUM float
-#define VECTOR SUM
-#define LANES 1
-#define LOAD(p) (*(p))
-#define STORE(p, v) (*(p) = (v))
-#define LOAD_SUM(p) (*(p))
-#define STORE_SUM(p, v) (*(p) = (v))
 #include "kernels_loops.h"
 
 #define ELEMENT_NAME float64
 #define ELEMENT double
 #define SUM double
-#define VECTOR SUM
-#define LANES 1
-#define LOAD(p) (*(p))
-#define STORE(p, v) (*(p) = (v))
-#define LOAD_SUM(p) (*(p))
-#define STORE_SUM(p, v) (*(p) = (v))
-#include "kernels_loops.h"
-
-#define ELEMENT_NAME bfloat16
-#define ELEMENT uint16_t
-#define SUM float
-#define VECTOR SUM
-#define LANES 1
-#define LOAD(p) mpiddp_bfloat16_to_float(*(p))
-#define STORE(p, v) (*(p) = mpiddp_float_to_bfloat16(v))
-#define LOAD_SUM(p) (*(p))
-#define STORE_SUM(p, v) (*(p) = (v))
 #include "kernels_loops.h"
 
 #define ELEMENT_NAME float16
 #define ELEMENT uint16_t
 #define SUM float
-#ifdef FLOAT16_LANES
+#ifdef FLOAT16_VECTOR
 #define VECTOR FLOAT16_VECTOR
 #define LANES FLOAT16_LANES
 #define LOAD(p) FLOAT16_LOAD(p)
 #define STORE(p, v) FLOAT16_STORE(p, v)
 #define LOAD_SUM(p) FLOAT16_LOAD_SUM(p)
 #define STORE_SUM(p, v) FLOAT16_STORE_SUM(p, v)
+#define ADD(v, w) FLOAT16_ADD(v, w)
+#define MULTIPLY(v, sum) FLOAT16_MULTIPLY(v, sum)
+#define DIVIDE(v, sum) FLOAT16_DIVIDE(v, sum)
 #else
-#define VECTOR SUM
-#define LANES 1
 #define LOAD(p) mpiddp_float16_to_float(*(p))
 #define STORE(p, v) (*(p) = mpiddp_float_to_float16(v))
-#define LOAD_SUM(p) (*(p))
-#define STORE_SUM(p, v) (*(p) = (v))
+#endif
+#include "kernels_loops.h"
+
+#define ELEMENT_NAME bfloat16
+#define ELEMENT uint16_t
+#define SUM float
+#ifdef BFLOAT16_VECTOR
+#define VECTOR BFLOAT16_VECTOR
+#define LANES BFLOAT16_LANES
+#define LOAD(p) BFLOAT16_LOAD(p)
+#define STORE(p, v) BFLOAT16_STORE(p, v)
+#define LOAD_SUM(p) BFLOAT16_LOAD_SUM(p)
+#define STORE_SUM(p, v) BFLOAT16_STORE_SUM(p, v)
+#define ADD(v, w) BFLOAT16_ADD(v, w)
+#define MULTIPLY(v, sum) BFLOAT16_MULTIPLY(v, sum)
+#define DIVIDE(v, sum) BFLOAT16_DIVIDE(v, sum)
+#else
+#define LOAD(p) mpiddp_bfloat16_to_float(*(p))
+#define STORE(p, v) (*(p) = mpiddp_float_to_bfloat16(v))
 #endif
 #include "kernels_loops.h"
 
@@ -186,9 +182,21 @@ static const struct mpiddp_kernels JOIN(kernels, of, VARIANT) = {
 #undef JOIN_
 #undef VARIANT
 #undef TARGET
-#undef FLOAT16_LANES
 #undef FLOAT16_VECTOR
+#undef FLOAT16_LANES
 #undef FLOAT16_LOAD
 #undef FLOAT16_STORE
 #undef FLOAT16_LOAD_SUM
 #undef FLOAT16_STORE_SUM
+#undef FLOAT16_ADD
+#undef FLOAT16_MULTIPLY
+#undef FLOAT16_DIVIDE
+#undef BFLOAT16_VECTOR
+#undef BFLOAT16_LANES
+#undef BFLOAT16_LOAD
+#undef BFLOAT16_STORE
+#undef BFLOAT16_LOAD_SUM
+#undef BFLOAT16_STORE_SUM
+#undef BFLOAT16_ADD
+#undef BFLOAT16_MULTIPLY
+#undef BFLOAT16_DIVIDE
