@@ -20,8 +20,9 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.command.egg_info import egg_info
 
-# No -ffast-math: NaN and infinity in a gradient must arrive as such on every rank.
-COMPILE_ARGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-pthread"]
+# No -ffast-math: NaN and infinity in a gradient must arrive as such on every rank, and no
+# contraction: every machine must compute the same bits. GCC vectorises fully only at -O3.
+COMPILE_ARGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-ffp-contract=off", "-pthread"]
 LINK_ARGS = ["-pthread"]
 
 CYTHON_DIRECTIVES = {

@@ -1,9 +1,10 @@
-cdef enum ElementType:
-    # What a bucket's bytes are; complex gradients are pairs of these.
-    ELEMENT_FLOAT32
-    ELEMENT_FLOAT64
-    ELEMENT_FLOAT16
-    ELEMENT_BFLOAT16
+from mpiddp.kernels cimport (
+    ELEMENT_BFLOAT16,
+    ELEMENT_FLOAT16,
+    ELEMENT_FLOAT32,
+    ELEMENT_FLOAT64,
+    ElementType,
+)
 
 
 cdef enum WaitStatus:

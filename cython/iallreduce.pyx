@@ -28,31 +28,14 @@ from mpi4py.libmpi cimport (
     MPI_Test,
 )
 
-from mpiddp.engine cimport (
-    ELEMENT_BFLOAT16,
-    ELEMENT_FLOAT16,
-    ELEMENT_FLOAT32,
-    ELEMENT_FLOAT64,
-    MAX_SLOTS,
-    ElementType,
-    Transport,
-    Work,
-    element_bytes,
-)
+from mpiddp.engine cimport MAX_SLOTS, Transport, Work, element_bytes
 from mpiddp.errors cimport check_errno
+from mpiddp.kernels cimport ELEMENT_FLOAT32, ELEMENT_FLOAT64, ElementType, selected_kernels
 from mpiddp.memory import allocate_private
 
 
 cdef extern from "<stdlib.h>" nogil:
     int posix_memalign(void **, size_t, size_t)
-
-cdef extern from "kernels.h" nogil:
-    void mpiddp_mean_float32(float *, const float *, size_t, double) noexcept
-    void mpiddp_mean_float64(double *, const double *, size_t, double) noexcept
-    void mpiddp_mean_to_float16(unsigned short *, const float *, size_t, double) noexcept
-    void mpiddp_mean_to_bfloat16(unsigned short *, const float *, size_t, double) noexcept
-    void mpiddp_widen_float16(float *, const unsigned short *, size_t) noexcept
-    void mpiddp_widen_bfloat16(float *, const unsigned short *, size_t) noexcept
 
 
 cdef enum:
@@ -73,13 +56,8 @@ cdef int start(
             chunk, state.received[slot], <int>count, MPI_DOUBLE, MPI_SUM, state.comm,
             &state.requests[slot],
         )
-    if work.element == ELEMENT_FLOAT16:
-        mpiddp_widen_float16(
-            <float *>state.widened[slot], <const unsigned short *>chunk, count)
-        chunk = state.widened[slot]
-    elif work.element == ELEMENT_BFLOAT16:
-        mpiddp_widen_bfloat16(
-            <float *>state.widened[slot], <const unsigned short *>chunk, count)
+    if work.element != ELEMENT_FLOAT32:
+        selected_kernels().sum_to(work.element, state.widened[slot], &chunk, 1, 0, count)
         chunk = state.widened[slot]
     return MPI_Iallreduce(
         chunk, state.received[slot], <int>count, MPI_FLOAT, MPI_SUM, state.comm,
@@ -99,16 +77,7 @@ cdef int test(Transport *transport, size_t slot, int *finished) noexcept nogil:
     code = MPI_Test(&state.requests[slot], finished, MPI_STATUS_IGNORE)
     if not finished[0]:
         return code
-    if element == ELEMENT_FLOAT32:
-        mpiddp_mean_float32(<float *>chunk, <const float *>received, count, work.divisor)
-    elif element == ELEMENT_FLOAT64:
-        mpiddp_mean_float64(<double *>chunk, <const double *>received, count, work.divisor)
-    elif element == ELEMENT_FLOAT16:
-        mpiddp_mean_to_float16(
-            <unsigned short *>chunk, <const float *>received, count, work.divisor)
-    else:
-        mpiddp_mean_to_bfloat16(
-            <unsigned short *>chunk, <const float *>received, count, work.divisor)
+    selected_kernels().spread_mean(element, &chunk, 1, 0, count, received, work.divisor)
     return code
 
 

@@ -1,9 +1,14 @@
-/* Loops over arrays of gradients: mean, and 16-bit <-> 32-bit floating point.
+/* SIMD loops over arrays of gradients: sum, mean, conversion. One table a machine.
  *
- * Plain C that any compiler vectorises where the machine allows; no loop here
- * may reorder a sum or lose a NaN, so never compile this with -ffast-math.
- * Sums are divided, not multiplied by a reciprocal: the mean is then the
- * correctly rounded quotient, and equal operands give back their own bits.
+ * mpiddp_available_kernels() lists the tables that this processor can run, the best
+ * one last. All give the same bits, those of plain C, except that a NaN may be any
+ * NaN: kernels_loops.h and kernels_variant.h are compiled once for each machine, and
+ * only float16 needs instructions that compilers do not find by themselves.
+ *
+ * No loop here may reorder a sum, contract an addition and a multiplication or lose a
+ * NaN: never compile this with -ffast-math, always with -ffp-contract=off. Sums are
+ * divided: the mean is then the correctly rounded quotient, and equal operands give
+ * back their own bits. They are multiplied by the reciprocal only where that is exact.
  */
 #ifndef MPIDDP_KERNELS_H
 #define MPIDDP_KERNELS_H
@@ -12,103 +17,142 @@
 #include <stdint.h>
 #include <string.h>
 
-static inline uint32_t mpiddp_float_bits(float value)
+#include "kernels_values.h"
+
+/* As ElementType in kernels.pxd. */
+enum { MPIDDP_FLOAT32 = 0, MPIDDP_FLOAT64 = 1, MPIDDP_FLOAT16 = 2, MPIDDP_BFLOAT16 = 3 };
+
+/* What each operation does is said in kernels.pxd. */
+struct mpiddp_kernels {
+    const char *name;
+    void (*mean_in_place)(int, char *const *, size_t, size_t, size_t, double);
+    void (*sum_to)(int, void *, char *const *, size_t, size_t, size_t);
+    void (*spread_mean)(int, char *const *, size_t, size_t, size_t, const void *, double);
+    void (*convert)(int, int, void *, const void *, size_t);
+};
+
+/* Sums that a block holds: 4 or 8 KB, the cache next to the core has 32 or more. */
+#define MPIDDP_BLOCK ((size_t)1024)
+
+enum mpiddp_role {
+    MPIDDP_SUM,         /* of buffers, to an array of sums */
+    MPIDDP_ADD,         /* buffers to such an array */
+    MPIDDP_MEAN,        /* of buffers, to the same buffers */
+    MPIDDP_STORE_MEAN   /* of an array of sums, to one buffer */
+};
+
+#if defined(__GNUC__)
+#define MPIDDP_NOINLINE __attribute__((noinline, unused))
+#else
+#define MPIDDP_NOINLINE
+#endif
+
+/* Before a loop whose arrays never overlap: GCC forgets a `restrict` that is no
+ * argument's. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define MPIDDP_INDEPENDENT _Pragma("GCC ivdep")
+#else
+#define MPIDDP_INDEPENDENT
+#endif
+
+MPIDDP_INLINE size_t mpiddp_element_bytes(int element)
 {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
+    return element == MPIDDP_FLOAT32 ? 4 : element == MPIDDP_FLOAT64 ? 8 : 2;
 }
 
-static inline float mpiddp_bits_float(uint32_t bits)
+/* Functions for better processors than the one that the compiler was told of. Intel's
+ * old compiler and NVIDIA's call themselves GNU without knowing all of this. */
+#if defined(__x86_64__) && defined(__GNUC__) && defined(__has_attribute) \
+    && !defined(__INTEL_COMPILER) && !defined(__PGI) && !defined(__NVCOMPILER)
+#if __has_attribute(target)
+#define MPIDDP_X86 1
+#endif
+#endif
+
+#if defined(__aarch64__) && defined(__GNUC__) && defined(__ARM_NEON) && !defined(__NVCOMPILER)
+#define MPIDDP_NEON 1
+#endif
+
+/* Note [State of the floating-point unit]
+ * A kernel runs on whichever thread comes first, and must give the same bits on each:
+ * subnormal numbers count and rounding is to nearest, whatever the thread has been
+ * told (torch.set_flush_denormal), and for its own computations still is afterwards. */
+#if defined(MPIDDP_X86)
+#include <cpuid.h>
+#include <immintrin.h>
+typedef unsigned int mpiddp_float_state;
+
+MPIDDP_INLINE mpiddp_float_state mpiddp_set_float_state(void)
 {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
+    mpiddp_float_state before = _mm_getcsr();
+    if ((before & 0xffc0u) != 0x1f80u)
+        _mm_setcsr(0x1f80u);
+    return before;
 }
 
-static inline float mpiddp_bfloat16_to_float(uint16_t value)
+MPIDDP_INLINE void mpiddp_reset_float_state(mpiddp_float_state before)
 {
-    return mpiddp_bits_float((uint32_t)value << 16);
+    if ((before & 0xffc0u) != 0x1f80u)
+        _mm_setcsr(before);
+}
+#elif defined(MPIDDP_NEON)
+#include <arm_neon.h>
+typedef uint64_t mpiddp_float_state;
+
+MPIDDP_INLINE mpiddp_float_state mpiddp_set_float_state(void)
+{
+    mpiddp_float_state before;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before) : : "memory");
+    if (before != 0)
+        __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0) : "memory");
+    return before;
 }
 
-/* Round to nearest, ties to even; a NaN stays a (quiet) NaN. */
-static inline uint16_t mpiddp_float_to_bfloat16(float value)
+MPIDDP_INLINE void mpiddp_reset_float_state(mpiddp_float_state before)
 {
-    uint32_t bits = mpiddp_float_bits(value);
-    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    uint32_t nan = (bits >> 16) | 0x0040u;
-    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+    if (before != 0)
+        __asm__ volatile("msr fpcr, %0" : : "r"(before) : "memory");
+}
+#else
+typedef int mpiddp_float_state;
+
+MPIDDP_INLINE mpiddp_float_state mpiddp_set_float_state(void)
+{
+    return 0;
 }
 
-/* The exponent is rebased by a multiplication, which is exact and makes normal
- * numbers of subnormal ones; exponent 31 (infinity, NaN) is then set by hand. */
-static inline float mpiddp_float16_to_float(uint16_t value)
+MPIDDP_INLINE void mpiddp_reset_float_state(mpiddp_float_state before)
 {
-    uint32_t sign = (uint32_t)(value & 0x8000u) << 16;
-    uint32_t magnitude = (uint32_t)(value & 0x7fffu) << 13;
-    uint32_t special = magnitude >= 0x0f800000u ? 0x7f800000u : 0u;
-    float rebased = mpiddp_bits_float(magnitude) * 0x1p112f;
-    return mpiddp_bits_float(mpiddp_float_bits(rebased) | special | sign);
+    (void)before;
 }
+#endif
 
-/* Round to nearest, ties to even; overflow gives infinity, a NaN stays a NaN. */
-static inline uint16_t mpiddp_float_to_float16(float value)
-{
-    uint32_t bits = mpiddp_float_bits(value);
-    uint32_t sign = (bits >> 16) & 0x8000u;
-    uint32_t magnitude = bits & 0x7fffffffu;
-    uint32_t half;
-    if (magnitude >= 0x47800000u) {            /* 65536 and more, infinity, NaN */
-        half = magnitude > 0x7f800000u ? 0x7e00u | ((magnitude >> 13) & 0x3ffu) : 0x7c00u;
-    } else if (magnitude < 0x38800000u) {      /* subnormal: let the FPU round it */
-        half = mpiddp_float_bits(mpiddp_bits_float(magnitude) + 0.5f) - 0x3f000000u;
-    } else {
-        half = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
-    }
-    return (uint16_t)(half | sign);
-}
+#define VARIANT plain
+#define TARGET
+#include "kernels_variant.h"
 
-static inline void mpiddp_mean_float32(
-    float *restrict out, const float *restrict sum, size_t count, double divisor)
-{
-    const float n = (float)divisor;
-    for (size_t i = 0; i < count; i++)
-        out[i] = sum[i] / n;
-}
+#if defined(MPIDDP_X86)
+#include "kernels_x86.h"
+#elif defined(MPIDDP_NEON)
+#include "kernels_neon.h"
+#endif
 
-static inline void mpiddp_mean_float64(
-    double *restrict out, const double *restrict sum, size_t count, double divisor)
-{
-    for (size_t i = 0; i < count; i++)
-        out[i] = sum[i] / divisor;
-}
+#define MPIDDP_MAX_KERNELS 3
 
-static inline void mpiddp_widen_float16(float *restrict out, const uint16_t *restrict in, size_t count)
+/* Write the tables that this processor can run to `tables`, and return how many. */
+static inline size_t mpiddp_available_kernels(const struct mpiddp_kernels **tables)
 {
-    for (size_t i = 0; i < count; i++)
-        out[i] = mpiddp_float16_to_float(in[i]);
-}
-
-static inline void mpiddp_widen_bfloat16(float *restrict out, const uint16_t *restrict in, size_t count)
-{
-    for (size_t i = 0; i < count; i++)
-        out[i] = mpiddp_bfloat16_to_float(in[i]);
-}
-
-static inline void mpiddp_mean_to_float16(
-    uint16_t *restrict out, const float *restrict sum, size_t count, double divisor)
-{
-    const float n = (float)divisor;
-    for (size_t i = 0; i < count; i++)
-        out[i] = mpiddp_float_to_float16(sum[i] / n);
-}
-
-static inline void mpiddp_mean_to_bfloat16(
-    uint16_t *restrict out, const float *restrict sum, size_t count, double divisor)
-{
-    const float n = (float)divisor;
-    for (size_t i = 0; i < count; i++)
-        out[i] = mpiddp_float_to_bfloat16(sum[i] / n);
+    size_t count = 0;
+    tables[count++] = &mpiddp_kernels_of_plain;
+#if defined(MPIDDP_X86)
+    if (mpiddp_has_avx2())
+        tables[count++] = &mpiddp_kernels_of_avx2;
+    if (mpiddp_has_avx512())
+        tables[count++] = &mpiddp_kernels_of_avx512;
+#elif defined(MPIDDP_NEON)
+    tables[count++] = &mpiddp_kernels_of_neon;
+#endif
+    return count;
 }
 
 #endif

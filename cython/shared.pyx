@@ -41,12 +41,10 @@ from mpiddp.engine cimport (
     Work,
     element_bytes,
 )
+from mpiddp.kernels cimport selected_kernels
 from mpiddp.memory import BucketMemory
 from mpiddp.shared_memory cimport Mapping
 
-
-cdef extern from "kernels_temporary.h" nogil:
-    void mean_in_place(int, char **, size_t, size_t, size_t, double)
 
 cdef extern from *:
     """
@@ -125,7 +123,7 @@ cdef void reduce_chunk(SharedState *state, Work *work, uint32_t chunk) noexcept 
     cdef SharedBucket *bucket = <SharedBucket *>work.context
     cdef size_t elements = state.chunk_bytes // element_bytes(work.element)
     cdef size_t first = chunk * elements
-    mean_in_place(
+    selected_kernels().mean_in_place(
         work.element, bucket.buffers, state.ranks, first, min(elements, work.count - first),
         work.divisor,
     )

@@ -1,0 +1,245 @@
+"""Which SIMD kernels this process computes gradients with, and each of them for tests.
+
+The kernels are C (kernels.h), compiled for several machines into this one module.
+Importing it selects the best that the processor can run, or those that the environment
+variable MPIDDP_KERNELS names. The transports take them from `selected_kernels`; the
+functions here run any of them on tensors.
+"""
+
+import os
+
+from libc.stdlib cimport calloc, free
+
+import torch
+
+
+cdef extern from "kernels.h" nogil:
+    cdef struct mpiddp_kernels:
+        const char *name
+        void (*mean_in_place)(
+            int, char *const *, size_t, size_t, size_t, double) noexcept nogil
+        void (*sum_to)(int, void *, char *const *, size_t, size_t, size_t) noexcept nogil
+        void (*spread_mean)(
+            int, char *const *, size_t, size_t, size_t, const void *, double) noexcept nogil
+        void (*convert)(int, int, void *, const void *, size_t) noexcept nogil
+    enum:
+        MPIDDP_MAX_KERNELS
+    size_t mpiddp_available_kernels(const mpiddp_kernels **) noexcept
+
+
+VARIABLE = "MPIDDP_KERNELS"
+
+_ELEMENTS = {
+    torch.float32: ELEMENT_FLOAT32,
+    torch.float64: ELEMENT_FLOAT64,
+    torch.float16: ELEMENT_FLOAT16,
+    torch.bfloat16: ELEMENT_BFLOAT16,
+}
+
+cdef Kernels _tables[MPIDDP_MAX_KERNELS]
+cdef size_t _count = 0
+cdef const Kernels *_selected = NULL
+
+
+cdef const Kernels *selected_kernels() noexcept nogil:
+    return _selected
+
+
+cdef _list():
+    """Fill the tables with what this processor can run."""
+    global _count
+    cdef const mpiddp_kernels *found[MPIDDP_MAX_KERNELS]
+    cdef size_t i
+    _count = mpiddp_available_kernels(found)
+    for i in range(_count):
+        _tables[i].name = found[i].name
+        _tables[i].mean_in_place = found[i].mean_in_place
+        _tables[i].sum_to = found[i].sum_to
+        _tables[i].spread_mean = found[i].spread_mean
+        _tables[i].convert = found[i].convert
+
+
+cdef const Kernels *_find(name) except NULL:
+    cdef size_t i
+    for i in range(_count):
+        if _tables[i].name.decode() == name:
+            return &_tables[i]
+    raise ValueError(f"kernels must be one of {', '.join(available())} here, not {name!r}")
+
+
+def available():
+    """Return the names of the kernels that this processor can run, the best one last.
+
+    Not collective.
+
+    Returns:
+        "plain" (C for any machine) and, on x86-64, "avx2" and "avx512"; on 64-bit ARM,
+        "neon".
+    """
+    cdef size_t i
+    return tuple(_tables[i].name.decode() for i in range(_count))
+
+
+def selected():
+    """Return the name of the kernels in use.
+
+    Not collective.
+    """
+    return _selected.name.decode()
+
+
+def use(name):
+    """Use other kernels from now on.
+
+    Not collective. The results stay the same, bit for bit; this is for tests and
+    measurements. A computation that runs on another thread is finished as it began.
+
+    Args:
+        name: one of `available`.
+
+    Raises:
+        ValueError: this processor cannot run such kernels, or there are none.
+    """
+    global _selected
+    _selected = _find(name)
+
+
+cdef class _Buffers:
+    """The addresses of some tensors of one dtype."""
+
+    cdef char **addresses
+    cdef size_t count
+    cdef int element
+    cdef object tensors     # keeps their memory
+
+    def __cinit__(self, buffers, size_t elements):
+        cdef size_t i
+        self.tensors = tuple(buffers)
+        if not self.tensors:
+            raise ValueError("there are no buffers")
+        self.count = len(self.tensors)
+        self.element = _element(self.tensors[0])
+        self.addresses = <char **>calloc(self.count, sizeof(char *))
+        if self.addresses == NULL:
+            raise MemoryError
+        for i in range(self.count):
+            self.addresses[i] = _address(self.tensors[i], self.tensors[0].dtype, elements)
+
+    def __dealloc__(self):
+        free(self.addresses)
+
+
+cdef int _element(tensor) except -1:
+    if tensor.dtype not in _ELEMENTS:
+        raise TypeError(
+            f"no kernels for {tensor.dtype}; there are some for "
+            f"{', '.join(str(dtype) for dtype in _ELEMENTS)}"
+        )
+    return _ELEMENTS[tensor.dtype]
+
+
+cdef char *_address(tensor, dtype, size_t elements) except? NULL:
+    if tensor.dtype != dtype:
+        raise TypeError(f"a tensor must be {dtype}, not {tensor.dtype}")
+    if tensor.device.type != "cpu" or tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError("a tensor must be one-dimensional, contiguous and in the CPU's memory")
+    if tensor.numel() < elements:
+        raise ValueError(f"a tensor has {tensor.numel()} elements where {elements} are needed")
+    return <char *><size_t>tensor.data_ptr()
+
+
+cdef _sum_dtype(_Buffers buffers):
+    return torch.float64 if buffers.element == ELEMENT_FLOAT64 else torch.float32
+
+
+def mean_in_place(name, buffers, size_t first, size_t count, double divisor):
+    """Put the sum of all buffers, divided, into all buffers, with the kernels `name`.
+
+    Not collective. 16-bit elements are summed and divided as float32.
+
+    Args:
+        name: one of `available`.
+        buffers: one-dimensional contiguous CPU tensors of one dtype: float32, float64,
+            float16 or bfloat16.
+        first: the first element to read and write.
+        count: how many to read and write.
+        divisor: what the sum is divided by.
+
+    Raises:
+        ValueError: there are no such kernels, or a tensor is too short or of another kind.
+        TypeError: the tensors are of an unsupported or of different dtypes.
+    """
+    cdef const Kernels *kernels = _find(name)
+    cdef _Buffers given = _Buffers(buffers, first + count)
+    with nogil:
+        kernels.mean_in_place(
+            given.element, given.addresses, given.count, first, count, divisor)
+
+
+def sum_to(name, out, buffers, size_t first, size_t count):
+    """Put the sum of all buffers, not divided, into another tensor.
+
+    Not collective. For arguments and errors not listed see `mean_in_place`.
+
+    Args:
+        out: of at least `count` elements; float64 for float64 and float32 for all others.
+    """
+    cdef const Kernels *kernels = _find(name)
+    cdef _Buffers given = _Buffers(buffers, first + count)
+    cdef char *sums = _address(out, _sum_dtype(given), count)
+    with nogil:
+        kernels.sum_to(given.element, sums, given.addresses, given.count, first, count)
+
+
+def spread_mean(name, buffers, size_t first, size_t count, sums, double divisor):
+    """Put a sum, divided, into all buffers.
+
+    Not collective. For arguments and errors not listed see `mean_in_place`.
+
+    Args:
+        sums: of at least `count` elements; float64 for float64 and float32 for all others.
+    """
+    cdef const Kernels *kernels = _find(name)
+    cdef _Buffers given = _Buffers(buffers, first + count)
+    cdef char *summed = _address(sums, _sum_dtype(given), count)
+    with nogil:
+        kernels.spread_mean(
+            given.element, given.addresses, given.count, first, count, summed, divisor)
+
+
+def convert(name, out, array):
+    """Convert a tensor into another one, rounding once.
+
+    Not collective. For errors see `mean_in_place`.
+
+    Args:
+        name: one of `available`.
+        out: where the result goes; at least as many elements as in `array`.
+        array: what is converted.
+    """
+    cdef const Kernels *kernels = _find(name)
+    cdef size_t count = array.numel()
+    cdef int to = _element(out)
+    cdef int from_ = _element(array)
+    cdef char *target = _address(out, out.dtype, count)
+    cdef char *source = _address(array, array.dtype, count)
+    with nogil:
+        kernels.convert(to, from_, target, source, count)
+
+
+cdef _select():
+    """Select what the environment names, or the best."""
+    global _selected
+    name = os.environ.get(VARIABLE)
+    if not name:
+        _selected = &_tables[_count - 1]
+        return
+    if name not in available():
+        raise ValueError(
+            f"{VARIABLE} must be one of {', '.join(available())} on this machine, not {name!r}"
+        )
+    _selected = _find(name)
+
+
+_list()
+_select()

@@ -1,0 +1,110 @@
+/* One value at a time: float16 and bfloat16 to float and back, double to float.
+ *
+ * Where a value decides, both results are computed and one is masked out: compilers
+ * turn loops over these into SIMD code on any machine. What comes from a narrower type
+ * is exact; what goes to one is rounded to nearest, ties to even; overflow gives
+ * infinity; a NaN stays a NaN. No subnormal float is ever an operand or a result
+ * of a float instruction here: those are slow on some machines.
+ */
+#ifndef MPIDDP_KERNELS_VALUES_H
+#define MPIDDP_KERNELS_VALUES_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__GNUC__)
+#define MPIDDP_INLINE static inline __attribute__((always_inline))
+#else
+#define MPIDDP_INLINE static inline
+#endif
+
+MPIDDP_INLINE uint32_t mpiddp_float_bits(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+MPIDDP_INLINE float mpiddp_bits_float(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* `a` where the condition holds, else `b`. Not ?: because GCC makes a branch of that when
+ * a float instruction hangs on it. */
+MPIDDP_INLINE uint32_t mpiddp_select(int condition, uint32_t a, uint32_t b)
+{
+    uint32_t mask = -(uint32_t)(condition != 0);
+    return (a & mask) | (b & ~mask);
+}
+
+MPIDDP_INLINE float mpiddp_bfloat16_to_float(uint16_t value)
+{
+    return mpiddp_bits_float((uint32_t)value << 16);
+}
+
+MPIDDP_INLINE uint16_t mpiddp_float_to_bfloat16(float value)
+{
+    uint32_t bits = mpiddp_float_bits(value);
+    uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    uint32_t quiet = bits | 0x00400000u;
+    return (uint16_t)(mpiddp_select(value != value, quiet, rounded) >> 16);
+}
+
+/* The exponent's bias is 15 in a float16 and 127 in a float. */
+MPIDDP_INLINE float mpiddp_float16_to_float(uint16_t value)
+{
+    uint32_t sign = (uint32_t)(value & 0x8000u) << 16;
+    uint32_t magnitude = (uint32_t)(value & 0x7fffu) << 13;
+    uint32_t normal = magnitude + 0x38000000u;
+    uint32_t special = magnitude | 0x7f800000u;         /* infinity, NaN */
+    /* Subnormal: 2^-14 and the fraction, less the 2^-14. */
+    float fraction = mpiddp_bits_float((magnitude & 0x007fffffu) | 0x38800000u) - 0x1p-14f;
+    uint32_t bits = mpiddp_select(magnitude < 0x00800000u, mpiddp_float_bits(fraction), normal);
+    bits = mpiddp_select(magnitude >= 0x0f800000u, special, bits);
+    return mpiddp_bits_float(bits | sign);
+}
+
+MPIDDP_INLINE uint16_t mpiddp_float_to_float16(float value)
+{
+    uint32_t bits = mpiddp_float_bits(value);
+    uint32_t sign = (bits >> 16) & 0x8000u;
+    uint32_t magnitude = bits & 0x7fffffffu;
+    uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
+    /* Subnormal: the last digit of 0.5f is worth 2^-24, as that of the result. What is
+     * small enough to be a subnormal float does not count. */
+    uint32_t addend = mpiddp_select(magnitude >= 0x00800000u, magnitude, 0);
+    uint32_t subnormal = mpiddp_float_bits(mpiddp_bits_float(addend) + 0.5f) - 0x3f000000u;
+    uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
+    uint32_t half = mpiddp_select(magnitude < 0x38800000u, subnormal, normal);
+    half = mpiddp_select(magnitude >= 0x47800000u, 0x7c00u, half);     /* 65536 and more */
+    half = mpiddp_select(magnitude > 0x7f800000u, nan, half);
+    return (uint16_t)(half | sign);
+}
+
+/* Rounded to odd: towards zero, and the last digit set where anything was lost. A
+ * second rounding, to fewer digits, then gives what one rounding would have given. */
+MPIDDP_INLINE float mpiddp_double_to_odd_float(double value)
+{
+    float nearest = (float)value;
+    double back = (double)nearest;
+    uint32_t bits = mpiddp_float_bits(nearest);
+    int away = value < 0 ? back < value : back > value;
+    int inexact = back != value;                        /* of a NaN too: it stays one */
+    return mpiddp_bits_float((bits - (uint32_t)away) | (uint32_t)inexact);
+}
+
+/* Whether multiplying by the reciprocal gives the same bits as dividing: it is exact. */
+MPIDDP_INLINE int mpiddp_is_power_of_two(double value)
+{
+    uint64_t bits;
+    uint64_t exponent;
+    memcpy(&bits, &value, sizeof bits);
+    exponent = (bits >> 52) & 0x7ffu;
+    /* Within +-126 it and its reciprocal are normal in a float as well. */
+    return (bits & 0xfffffffffffffu) == 0 && exponent >= 1023 - 126 && exponent <= 1023 + 126;
+}
+
+#endif
