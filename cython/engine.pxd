@@ -32,13 +32,14 @@ cdef enum Advance:
     ADVANCE_PENDING         # waiting for others
     ADVANCE_SOME            # something was done, more is left
     ADVANCE_DONE            # the bucket holds the mean
+    ADVANCE_FAILED          # MPI returned an error: `code` and `call` of the transport
 
 
 cdef struct Transport:
     # What the engine knows of a way to reduce. Each transport's own struct has this one as
     # its first member. A transport either sends chunks (`start`, `test`: they return an MPI
     # error code and leave the call's name in `call`), and the engine cuts the work and keeps
-    # the window; or it moves whole works by itself (`announce`, `advance`).
+    # the window; or it moves whole works by itself (`announce`, `poll`, `advance`).
     size_t slots            # chunks that may be in flight at once, at most MAX_SLOTS
     size_t chunk_bytes      # size of one chunk as it is sent
     const char *call
@@ -46,6 +47,9 @@ cdef struct Transport:
         Transport *transport, size_t slot, Work *work, size_t offset, size_t count
     ) noexcept nogil
     int (*test)(Transport *transport, size_t slot, int *finished) noexcept nogil
+    int code                # of a call that failed in `advance`
+    # See which messages have arrived; called before `advance`. May be NULL.
+    int (*poll)(Transport *transport, int *advanced) noexcept nogil
     # Tell the other ranks that this one has filled the bucket; on the submitting thread.
     void (*announce)(Transport *transport, Work *work) noexcept nogil
     # `helping`: this rank has nothing else to do, so take over what others have not begun.

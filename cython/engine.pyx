@@ -229,12 +229,20 @@ cdef int advance_works(EngineState *state, ChannelState *channel, int helping) n
     cdef Work *previous = NULL
     cdef Work *following
     cdef Advance status
-    cdef int advanced = 0
+    cdef int code, advanced = 0
+    if transport.poll != NULL:
+        code = transport.poll(transport, &advanced)
+        if code != MPI_SUCCESS:
+            fail(channel, code)
+            return advanced
     pthread_mutex_lock(&state.queue_lock)
     work = channel.head
     pthread_mutex_unlock(&state.queue_lock)
     while work != NULL:
         status = transport.advance(transport, work, helping)
+        if status == ADVANCE_FAILED:
+            fail(channel, transport.code)
+            return advanced
         if status == ADVANCE_BLOCKED:
             return advanced
         pthread_mutex_lock(&state.queue_lock)
@@ -267,14 +275,14 @@ cdef int step_channels(EngineState *state, int helping) noexcept nogil:
     cdef ChannelState *channel = state.channels
     cdef int advanced = 0
     while channel != NULL:
-        if channel.transport != NULL and channel.transport.advance != NULL:
-            if channel.head != NULL:
+        if channel.pending and not channel.failure:
+            if channel.transport.advance != NULL:
                 advanced += advance_works(state, channel, helping)
-        elif not channel.failure:
-            if channel.slots_used:
-                advanced += finish_chunks(state, channel)
-            if channel.head != NULL and not channel.failure:
-                advanced += start_chunks(state, channel)
+            else:
+                if channel.slots_used:
+                    advanced += finish_chunks(state, channel)
+                if channel.head != NULL and not channel.failure:
+                    advanced += start_chunks(state, channel)
         channel = channel.next
     return advanced
 
@@ -315,17 +323,20 @@ cdef void relax(
     A sleep is a sixteenth of the wait so far: that is the most that it can add to it. Where
     other ranks wake this one, it sleeps as soon as spinning does not pay.
     """
-    if transport.sleep != NULL:
+    cdef double seconds = min(max(idle / 16, SLEEP_SHORTEST), SLEEP_LONGEST)
+    if transport.sleep != NULL and not state.pending:
+        # No messages to move: another rank's bell is all that this one waits for.
         if transport.crowded or idle > SPIN_BEFORE_SLEEP:
-            # Another channel may need this thread to move its messages.
-            transport.sleep(transport, ticket, SLEEP_SHORTEST if state.pending else SIGNAL_CHECK)
+            transport.sleep(transport, ticket, SIGNAL_CHECK)
         return
     if idle < SPIN:
         return
     if idle < YIELD:
         sched_yield()
-        return
-    sleep_for(min(max(idle / 16, SLEEP_SHORTEST), SLEEP_LONGEST))
+    elif transport.sleep != NULL:
+        transport.sleep(transport, ticket, seconds)
+    else:
+        sleep_for(seconds)
 
 
 cdef int drive(

@@ -127,6 +127,9 @@ cdef class IallreduceTransport:
         """Return a `BucketMemory` for each of `sizes` in bytes. Not collective."""
         return allocate_private(sizes)
 
+    def free(self):
+        """Free what was made of the communicator: nothing. Not collective."""
+
     @property
     def address(self):
         """Where the engine finds the C ``Transport``."""

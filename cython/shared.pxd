@@ -1,6 +1,6 @@
 from libc.stdint cimport uint32_t
 
-from mpiddp.engine cimport Transport
+from mpiddp.engine cimport Transport, Work
 
 
 cdef enum:
@@ -28,9 +28,10 @@ cdef struct SharedBucket:
     Meeting *meeting
     uint32_t *claims        # the round in which a chunk was last taken by some rank
     char **buffers          # of each rank
+    size_t index            # in its set of buckets
     uint32_t round          # how often the bucket was submitted
     uint32_t chunks
-    uint32_t next_own       # chunk that this rank takes next, up to end_of_own
+    uint32_t next_own       # chunk of its own that this rank takes next
     uint32_t end_of_own
     int swept               # all chunks of this round are taken
 
@@ -53,3 +54,12 @@ cdef class SharedBuckets:
     cdef SharedBucket *buckets
     cdef char **buffers
     cdef list mappings
+
+
+# What a transport that meets in shared memory and reduces in another way needs.
+cdef void announce(Transport *transport, Work *work) noexcept nogil
+cdef int all_arrived(SharedState *state, SharedBucket *bucket) noexcept nogil
+cdef int all_finished(SharedBucket *bucket) noexcept nogil
+cdef void finish_chunk(SharedState *state, SharedBucket *bucket) noexcept nogil
+cdef unsigned int take_ticket(Transport *transport) noexcept nogil
+cdef void sleep(Transport *transport, unsigned int ticket, double seconds) noexcept nogil

@@ -4,6 +4,8 @@ from mpi4py import MPI
 
 from mpiddp.memory import BucketMemory
 
+def make_bell(node: MPI.Intracomm, state: int) -> object: ...
+
 class SharedTransport:
     def __init__(
         self,
@@ -14,6 +16,7 @@ class SharedTransport:
         wants_thread: bool = False,
     ) -> None: ...
     def allocate(self, sizes: Sequence[int]) -> list[BucketMemory]: ...
+    def free(self) -> None: ...
     @property
     def address(self) -> int: ...
 

@@ -88,11 +88,11 @@ cdef void ring(Bell *bell) noexcept nogil:
         futex_wake_all(&bell.rung)
 
 
-cdef uint32_t take_ticket(Transport *transport) noexcept nogil:
+cdef unsigned int take_ticket(Transport *transport) noexcept nogil:
     return load32(&(<SharedState *>transport).bell.rung)
 
 
-cdef void sleep(Transport *transport, uint32_t ticket, double seconds) noexcept nogil:
+cdef void sleep(Transport *transport, unsigned int ticket, double seconds) noexcept nogil:
     cdef Bell *bell = (<SharedState *>transport).bell
     cdef timespec limit
     limit.tv_sec = <long>seconds
@@ -103,11 +103,37 @@ cdef void sleep(Transport *transport, uint32_t ticket, double seconds) noexcept 
     add32(&bell.sleepers, <uint32_t>-1)
 
 
+cdef int reached(uint32_t counter, uint32_t target) noexcept nogil:
+    return <int32_t>(counter - target) >= 0
+
+
+cdef int all_arrived(SharedState *state, SharedBucket *bucket) noexcept nogil:
+    return reached(
+        load32(&bucket.meeting.arrived), bucket.round * <uint32_t>state.ranks
+    )
+
+
+cdef int all_finished(SharedBucket *bucket) noexcept nogil:
+    return reached(load32(&bucket.meeting.finished), bucket.round * bucket.chunks)
+
+
+cdef void finish_chunk(SharedState *state, SharedBucket *bucket) noexcept nogil:
+    if add32(&bucket.meeting.finished, 1) == bucket.round * bucket.chunks:
+        ring(state.bell)
+
+
 cdef void announce(Transport *transport, Work *work) noexcept nogil:
     cdef SharedState *state = <SharedState *>transport
     cdef SharedBucket *bucket = <SharedBucket *>work.context
-    cdef size_t chunks = bucket.chunks
     bucket.round += 1
+    if add32(&bucket.meeting.arrived, 1) == bucket.round * <uint32_t>state.ranks:
+        ring(state.bell)
+
+
+cdef void announce_to_node(Transport *transport, Work *work) noexcept nogil:
+    cdef SharedState *state = <SharedState *>transport
+    cdef SharedBucket *bucket = <SharedBucket *>work.context
+    cdef size_t chunks = bucket.chunks
     bucket.swept = False
     if chunks < state.ranks:
         bucket.next_own = 0
@@ -115,8 +141,7 @@ cdef void announce(Transport *transport, Work *work) noexcept nogil:
     else:
         bucket.next_own = <uint32_t>(chunks * state.rank // state.ranks)
         bucket.end_of_own = <uint32_t>(chunks * (state.rank + 1) // state.ranks)
-    if add32(&bucket.meeting.arrived, 1) == bucket.round * <uint32_t>state.ranks:
-        ring(state.bell)
+    announce(transport, work)
 
 
 cdef void reduce_chunk(SharedState *state, Work *work, uint32_t chunk) noexcept nogil:
@@ -127,16 +152,11 @@ cdef void reduce_chunk(SharedState *state, Work *work, uint32_t chunk) noexcept 
         work.element, bucket.buffers, state.ranks, first, min(elements, work.count - first),
         work.divisor,
     )
-    if add32(&bucket.meeting.finished, 1) == bucket.round * bucket.chunks:
-        ring(state.bell)
+    finish_chunk(state, bucket)
 
 
 cdef int take_chunk(SharedBucket *bucket, uint32_t chunk) noexcept nogil:
     return swap32(&bucket.claims[chunk], bucket.round - 1, bucket.round)
-
-
-cdef int all_there(uint32_t counter, uint32_t target) noexcept nogil:
-    return <int32_t>(counter - target) >= 0
 
 
 cdef Advance advance(Transport *transport, Work *work, int helping) noexcept nogil:
@@ -144,9 +164,7 @@ cdef Advance advance(Transport *transport, Work *work, int helping) noexcept nog
     cdef SharedBucket *bucket = <SharedBucket *>work.context
     cdef uint32_t chunk
     cdef Advance status = ADVANCE_PENDING
-    if not all_there(
-        load32(&bucket.meeting.arrived), bucket.round * <uint32_t>state.ranks
-    ):
+    if not all_arrived(state, bucket):
         return ADVANCE_BLOCKED
     while bucket.next_own < bucket.end_of_own:
         chunk = bucket.next_own
@@ -160,9 +178,22 @@ cdef Advance advance(Transport *transport, Work *work, int helping) noexcept nog
             if load32(&bucket.claims[chunk]) != bucket.round and take_chunk(bucket, chunk):
                 reduce_chunk(state, work, chunk)
                 status = ADVANCE_SOME
-    if all_there(load32(&bucket.meeting.finished), bucket.round * bucket.chunks):
+    if all_finished(bucket):
         return ADVANCE_DONE
     return status
+
+
+def make_bell(node, size_t state):
+    """Give the `SharedState` at this address its bell; return what keeps the memory alive.
+
+    Collective over `node`.
+
+    Raises:
+        OSError: the ranks cannot share memory; raised on all ranks.
+    """
+    cdef Mapping first = shared_memory.allocate(node, sizeof(Bell))[0]
+    (<SharedState *>state).bell = <Bell *>first.address
+    return first
 
 
 cdef class SharedBuckets:
@@ -200,6 +231,7 @@ cdef class SharedBuckets:
             bucket = &self.buckets[index]
             bucket.meeting = <Meeting *>(mapping.address + place)
             bucket.claims = <uint32_t *>(mapping.address + place + sizeof(Meeting))
+            bucket.index = index
             bucket.chunks = chunk_counts[index]
             bucket.buffers = self.buffers + index * ranks
             place += meetings[index]
@@ -251,19 +283,16 @@ cdef class SharedTransport:
 
     def __init__(self, node, *, size_t chunk_bytes=1 << 16, bint crowded=False,
                  bint wants_thread=False):
-        cdef Mapping first
         if chunk_bytes == 0 or chunk_bytes % CACHE_LINE:
             raise ValueError(
                 f"chunk_bytes must be a multiple of {CACHE_LINE}, not {chunk_bytes}"
             )
         self.node = node
-        self.bell = shared_memory.allocate(node, sizeof(Bell))[0]
-        first = self.bell
-        self.state.bell = <Bell *>first.address
+        self.bell = make_bell(node, <size_t>&self.state)
         self.state.ranks = node.Get_size()
         self.state.rank = node.Get_rank()
         self.state.chunk_bytes = chunk_bytes
-        self.state.transport.announce = announce
+        self.state.transport.announce = announce_to_node
         self.state.transport.advance = advance
         self.state.transport.take_ticket = take_ticket
         self.state.transport.sleep = sleep
@@ -280,6 +309,10 @@ cdef class SharedTransport:
         """
         buckets = SharedBuckets(self.node, sizes, self.state.chunk_bytes)
         return buckets.memories(sizes, self.state.rank)
+
+    def free(self):
+        """Free the communicator. Collective."""
+        self.node.Free()
 
     @property
     def address(self):

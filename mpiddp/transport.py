@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpiddp.iallreduce import IallreduceTransport
+from mpiddp.lanes import LaneTransport
 from mpiddp.shared import SharedTransport
 
 if TYPE_CHECKING:
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
     from mpiddp.engine import Channel, Engine
 
-# What a user may ask for. "auto" takes "shared" where ranks share nodes, else "mpi".
+# What a user may ask for. "shared" is shared memory inside nodes and lanes between them; "auto"
+# takes it where any ranks share a node, else "mpi".
 TRANSPORTS = ("auto", "shared", "mpi")
 TRANSPORT_VARIABLE = "MPIDDP_TRANSPORT"
 
@@ -51,26 +53,28 @@ def open_channel(engine: Engine, communicator: MPI.Intracomm, name: str) -> Chan
     Raises:
         OSError: "shared" was asked for, and the ranks of a node cannot share memory.
     """
-    from mpi4py import MPI  # initialises MPI, which importing this file must not
-
     if communicator.Get_size() == 1:
         return engine.open_channel(None)
     if name == "mpi":
         return engine.open_channel(IallreduceTransport(communicator), communicator)
-    node = communicator.Split_type(MPI.COMM_TYPE_SHARED, key=communicator.Get_rank())
+    node = ranks_of_node(communicator)
     ranks_here = communicator.allgather(node.Get_size())
-    if min(ranks_here) < communicator.Get_size():
+    if name == "auto" and max(ranks_here) == 1:
         node.Free()
         return engine.open_channel(IallreduceTransport(communicator), communicator)
-    problem, transport = "", None
+    problem = ""
+    transport: SharedTransport | LaneTransport | None = None
     try:
-        transport = _make_shared(node)
+        if min(ranks_here) == communicator.Get_size():
+            transport = _make_shared(node)
+        else:
+            transport = LaneTransport(communicator, node)
     except OSError as error:
         problem = str(error)
     problems = [text for text in communicator.allgather(problem) if text]
     if not problems:
         return engine.open_channel(transport, communicator)
-    node.Free()
+    # The communicators made so far stay: freeing them is collective, and some ranks have fewer.
     if name == "shared":
         raise OSError(problems[0])
     if communicator.Get_rank() == 0:
@@ -80,6 +84,13 @@ def open_channel(engine: Engine, communicator: MPI.Intracomm, name: str) -> Chan
             stacklevel=2,
         )
     return engine.open_channel(IallreduceTransport(communicator), communicator)
+
+
+def ranks_of_node(communicator: MPI.Intracomm) -> MPI.Intracomm:
+    """Return a communicator of the ranks that share memory with this one. Collective."""
+    from mpi4py import MPI  # initialises MPI, which importing this file must not
+
+    return communicator.Split_type(MPI.COMM_TYPE_SHARED, key=communicator.Get_rank())
 
 
 def _make_shared(node: MPI.Intracomm) -> SharedTransport:

@@ -1,0 +1,241 @@
+"""The transport between nodes: shared memory inside each, one MPI_Iallreduce a chunk between.
+
+Each node has as many lanes as the smallest node has ranks, and rank l of a node drives lane
+l: for every chunk of its lane it adds the chunks of the node's ranks, starts the all-reduce
+with rank l of the other nodes, and writes the mean to all ranks of its node. So all ranks of
+a node keep the network busy, each byte crosses it once a node, and the sum in the node, the
+wire and the writing of different chunks overlap.
+
+Note [Chunks and windows]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+A whole bucket in one Iallreduce, or all chunks at once, use one direction of the link at a
+time (measured: twice the wire's time on Open MPI over TCP). With one or two chunks of 256 KB
+to 1 MB in flight a lane, both directions stay full.
+Chunks start in order of bucket and chunk on every rank of a lane, so MPI matches them alike.
+The first chunk of bucket k belongs to lane k modulo the number of lanes: many small buckets
+are spread over all lanes, too.
+"""
+
+from libc.stdint cimport int32_t, uint32_t
+from libc.stdlib cimport free
+from libc.string cimport memset
+
+from mpi4py.libmpi cimport (
+    MPI_DOUBLE,
+    MPI_FLOAT,
+    MPI_REQUEST_NULL,
+    MPI_STATUS_IGNORE,
+    MPI_SUCCESS,
+    MPI_SUM,
+    MPI_Comm,
+    MPI_Iallreduce,
+    MPI_Test,
+)
+
+from mpiddp.engine cimport (
+    ADVANCE_BLOCKED,
+    ADVANCE_DONE,
+    ADVANCE_FAILED,
+    ADVANCE_PENDING,
+    ADVANCE_SOME,
+    MAX_SLOTS,
+    Advance,
+    Transport,
+    Work,
+    element_bytes,
+)
+from mpiddp.errors cimport check_errno
+from mpiddp.kernels cimport ELEMENT_FLOAT64, selected_kernels
+from mpiddp.shared cimport (
+    CACHE_LINE,
+    SharedBucket,
+    all_arrived,
+    all_finished,
+    announce,
+    finish_chunk,
+    sleep,
+    take_ticket,
+)
+from mpiddp.shared import SharedBuckets, make_bell
+
+
+cdef extern from "<stdlib.h>" nogil:
+    int posix_memalign(void **, size_t, size_t)
+
+
+cdef size_t first_element(LaneState *state, Work *work, size_t chunk) noexcept nogil:
+    return chunk * (state.shared.chunk_bytes // element_bytes(work.element))
+
+
+cdef size_t elements_of(LaneState *state, Work *work, size_t chunk) noexcept nogil:
+    cdef size_t first = first_element(state, work, chunk)
+    return min(state.shared.chunk_bytes // element_bytes(work.element), work.count - first)
+
+
+cdef void announce_to_lane(Transport *transport, Work *work) noexcept nogil:
+    cdef LaneState *state = <LaneState *>transport
+    cdef SharedBucket *bucket = <SharedBucket *>work.context
+    cdef size_t lanes = state.lanes
+    # This rank's chunks are every `lanes`-th from here on.
+    bucket.next_own = bucket.chunks
+    if state.shared.rank < lanes:
+        bucket.next_own = <uint32_t>((state.shared.rank + lanes - bucket.index % lanes) % lanes)
+    announce(transport, work)
+
+
+cdef int start_chunk(LaneState *state, size_t slot, Work *work, size_t chunk) noexcept nogil:
+    cdef SharedBucket *bucket = <SharedBucket *>work.context
+    cdef size_t count = elements_of(state, work, chunk)
+    state.works[slot] = work
+    state.chunks[slot] = chunk
+    state.in_flight += 1
+    selected_kernels().sum_to(
+        work.element, state.sent[slot], bucket.buffers, state.shared.ranks,
+        first_element(state, work, chunk), count,
+    )
+    state.shared.transport.call = "MPI_Iallreduce"
+    return MPI_Iallreduce(
+        state.sent[slot], state.received[slot], <int>count,
+        MPI_DOUBLE if work.element == ELEMENT_FLOAT64 else MPI_FLOAT,
+        MPI_SUM, state.comm, &state.requests[slot],
+    )
+
+
+cdef int poll(Transport *transport, int *advanced) noexcept nogil:
+    """Write the means of the chunks that have arrived."""
+    cdef LaneState *state = <LaneState *>transport
+    cdef SharedBucket *bucket
+    cdef Work *work
+    cdef size_t slot
+    cdef int code, finished
+    if not state.in_flight:
+        return MPI_SUCCESS
+    for slot in range(state.window):
+        work = state.works[slot]
+        if work == NULL:
+            continue
+        finished = 0
+        transport.call = "MPI_Test"
+        code = MPI_Test(&state.requests[slot], &finished, MPI_STATUS_IGNORE)
+        if code != MPI_SUCCESS:
+            return code
+        if not finished:
+            continue
+        bucket = <SharedBucket *>work.context
+        selected_kernels().spread_mean(
+            work.element, bucket.buffers, state.shared.ranks,
+            first_element(state, work, state.chunks[slot]),
+            elements_of(state, work, state.chunks[slot]), state.received[slot], work.divisor,
+        )
+        state.works[slot] = NULL
+        state.in_flight -= 1
+        finish_chunk(&state.shared, bucket)
+        advanced[0] += 1
+    return MPI_SUCCESS
+
+
+cdef Advance advance(Transport *transport, Work *work, int helping) noexcept nogil:
+    cdef LaneState *state = <LaneState *>transport
+    cdef SharedBucket *bucket = <SharedBucket *>work.context
+    cdef Advance status = ADVANCE_PENDING
+    cdef size_t slot
+    if not all_arrived(&state.shared, bucket):
+        return ADVANCE_BLOCKED
+    for slot in range(state.window):
+        if bucket.next_own >= bucket.chunks:
+            break
+        if state.works[slot] != NULL:
+            continue
+        transport.code = start_chunk(state, slot, work, bucket.next_own)
+        if transport.code != MPI_SUCCESS:
+            return ADVANCE_FAILED
+        bucket.next_own += <uint32_t>state.lanes
+        status = ADVANCE_SOME
+    # No slot is freed before the next poll, so no later bucket can overtake this one.
+    if all_finished(bucket):
+        return ADVANCE_DONE
+    return status
+
+
+cdef class LaneTransport:
+    """Means of gradients over several nodes.
+
+    Collective over `communicator`.
+
+    Args:
+        communicator: an mpi4py communicator of all ranks.
+        node: its ranks that share memory with this one, used by nothing else.
+        chunk_bytes: size of a chunk in bytes of the bucket, a multiple of 64. 16-bit elements
+            travel as float32, in twice as many.
+        window: chunks in flight at once in each lane, 1 to 16.
+
+    Raises:
+        ValueError: `chunk_bytes` or `window` is out of range.
+        OSError: no memory, or the ranks cannot share memory; raised on all ranks of the node.
+    """
+
+    def __init__(self, communicator, node, *, size_t chunk_bytes=1 << 19, size_t window=2):
+        cdef size_t slot
+        cdef void *memory = NULL
+        if chunk_bytes == 0 or chunk_bytes % CACHE_LINE or chunk_bytes > 1 << 29:
+            raise ValueError(
+                f"chunk_bytes must be a multiple of {CACHE_LINE} of at most 2^29, "
+                f"not {chunk_bytes}"
+            )
+        if not 1 <= window <= MAX_SLOTS:
+            raise ValueError(f"window must be 1 to {MAX_SLOTS}, not {window}")
+        from mpi4py import MPI
+
+        self.node = node
+        self.state.shared.ranks = node.Get_size()
+        self.state.shared.rank = node.Get_rank()
+        self.state.shared.chunk_bytes = chunk_bytes
+        self.state.window = window
+        self.state.lanes = communicator.allreduce(self.state.shared.ranks, op=MPI.MIN)
+        drives = self.state.shared.rank < self.state.lanes
+        self.lane = communicator.Split(
+            self.state.shared.rank if drives else MPI.UNDEFINED, communicator.Get_rank()
+        )
+        if drives:
+            self.lane.Set_errhandler(MPI.ERRORS_RETURN)
+        self.state.comm = <MPI_Comm><size_t>self.lane.handle
+        check_errno(posix_memalign(&memory, CACHE_LINE, 4 * window * chunk_bytes), "posix_memalign")
+        self.memory = <char *>memory
+        for slot in range(window):
+            self.state.sent[slot] = self.memory + 4 * slot * chunk_bytes
+            self.state.received[slot] = self.memory + (4 * slot + 2) * chunk_bytes
+            self.state.requests[slot] = MPI_REQUEST_NULL
+        self.bell = make_bell(node, <size_t>&self.state.shared)
+        self.state.shared.transport.announce = announce_to_lane
+        self.state.shared.transport.poll = poll
+        self.state.shared.transport.advance = advance
+        self.state.shared.transport.take_ticket = take_ticket
+        self.state.shared.transport.sleep = sleep
+        self.state.shared.transport.wants_thread = True
+
+    def __dealloc__(self):
+        free(self.memory)
+
+    def allocate(self, sizes):
+        """Return a `BucketMemory` for each of `sizes` in bytes.
+
+        Collective.
+
+        Raises:
+            OSError: some rank has too little memory; raised on all ranks of its node.
+        """
+        buckets = SharedBuckets(self.node, sizes, self.state.shared.chunk_bytes)
+        return buckets.memories(sizes, self.state.shared.rank)
+
+    def free(self):
+        """Free the communicators. Collective."""
+        from mpi4py import MPI
+
+        if self.lane != MPI.COMM_NULL:
+            self.lane.Free()
+        self.node.Free()
+
+    @property
+    def address(self):
+        """Where the engine finds the C ``Transport``."""
+        return <size_t>&self.state.shared.transport
