@@ -18,23 +18,21 @@ import torch.distributed as dist
 from limit import Limit
 from models import Workload
 from mpi4py import MPI
+from names import (
+    FLATTENED,
+    GLOO,
+    HOROVOD,
+    LIMIT,
+    LIMIT_ALONE,
+    ONE_EACH,
+    OUR_BACKEND,
+    OURS,
+    OURS_MPI,
+    TORCH_MPI,
+)
 from torch import nn
 
 import mpiddp
-
-OURS = "mpiddp"
-OURS_MPI = "mpiddp, transport mpi"
-GLOO = "torch DDP, Gloo"
-OUR_BACKEND = "torch DDP, backend mpiddp"
-TORCH_MPI = "torch DDP, torch's own MPI"
-HOROVOD = "Horovod"
-FLATTENED = "Allreduce, flattened"
-ONE_EACH = "Allreduce a parameter"
-LIMIT = "the limit, after backward"
-LIMIT_ALONE = "the limit, alone"
-NAMES = (
-    OURS, OURS_MPI, GLOO, OUR_BACKEND, TORCH_MPI, HOROVOD, FLATTENED, ONE_EACH, LIMIT, LIMIT_ALONE
-)  # fmt: skip
 
 Views = bool | None
 Action = Callable[[], None]
@@ -49,7 +47,7 @@ class Candidate:
     """One way to average gradients.
 
     Attributes:
-        name: one of `NAMES`.
+        name: one of `names.NAMES`.
         views: gradient_as_bucket_view, None where it makes no difference.
         model: what is trained.
         inputs: a batch.

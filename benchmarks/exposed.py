@@ -24,21 +24,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from candidates import GLOO, NAMES, OURS, Candidate, LimitAlone, Maker
-from measuring import describe_machine, quartiles, ratio, show_ratio, table
+from candidates import Candidate, LimitAlone, Maker
+from measuring import Record, describe_machine, exposed, quartiles, ratio, show_ratio, table
 from models import MODELS, Workload
 from mpi4py import MPI
+from names import GLOO, NAMES, OURS
 
 import mpiddp
 
 BLOCK_SECONDS = 0.05
 # Buckets are rebuilt after the first synchronised step; the others warm memory and caches.
-WARM_UP = 4
+WARM_UP = 3
 FEWEST_ROUNDS = 3
 MOST_ROUNDS = 60
 TOLERANCE = 1e-4
 
-Result = dict[str, Any]
 Anyone = Candidate | LimitAlone
 
 
@@ -83,7 +83,7 @@ def steps_of_a_block(candidate: Candidate) -> int:
     return max(1, math.ceil(BLOCK_SECONDS / alone))
 
 
-def measure(candidates: Sequence[Anyone], seconds: float) -> list[Result]:
+def measure(candidates: Sequence[Anyone], seconds: float) -> list[Record]:
     """Measure in rounds for about `seconds`; return a record for each candidate. Collective."""
     stepping = [one for one in candidates if isinstance(one, Candidate)]
     compare_means(stepping)
@@ -123,13 +123,7 @@ def measure(candidates: Sequence[Anyone], seconds: float) -> list[Result]:
     return list(records.values())
 
 
-def exposed(record: Result) -> list[float]:
-    """Return the seconds that synchronisation added, for each round."""
-    pairs = zip(record["synchronised"], record["alone"], strict=True)
-    return [synchronised - alone for synchronised, alone in pairs]
-
-
-def ours_for(records: Sequence[Result], views: bool | None) -> Result | None:
+def ours_for(records: Sequence[Record], views: bool | None) -> Record | None:
     """Return the record of mpiddp to compare with: with the same views, else with views on."""
     for record in records:
         if record["candidate"] == OURS and record["views"] == (views is not False):
@@ -137,7 +131,7 @@ def ours_for(records: Sequence[Result], views: bool | None) -> Result | None:
     return None
 
 
-def report(result: Result) -> str:
+def report(result: Record) -> str:
     """Return the table of one model."""
     records = result["records"]
     alone = statistics.median(
@@ -179,7 +173,7 @@ def run(
     wanted: Sequence[str],
     views: Sequence[bool],
     seconds: float,
-) -> Result:
+) -> Record:
     """Measure one model. Collective."""
     maker = Maker(workload, gloo, wanted, views)
     records = measure(maker.make(), seconds)

@@ -19,6 +19,16 @@ from typing import Any
 
 SAMPLES = 1000
 
+# What a benchmark writes about one thing that it measured, and seconds, one for each round.
+Record = dict[str, Any]
+Samples = list[float]
+
+
+def exposed(record: Record) -> Samples:
+    """Return the seconds that synchronisation added to a step, for each round."""
+    pairs = zip(record["synchronised"], record["alone"], strict=True)
+    return [synchronised - alone for synchronised, alone in pairs]
+
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Return the lower quartile, the median and the upper quartile."""
