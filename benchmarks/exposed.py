@@ -66,8 +66,9 @@ def compare_means(candidates: Sequence[Candidate]) -> None:
 
 def block(candidate: Candidate, synchronised: bool, steps: int) -> float:
     """Return the seconds of a step in a block of some, on the slowest rank. Collective."""
-    # The first step after a change is another one: of memory, and for buffers of the other kind.
-    if steps > 1:
+    # The first step is another one: caches are cold, and buffers are synchronised as the step
+    # before it wanted. A step that is a block by itself has cold caches anyway.
+    if steps > 1 or candidate.has_buffers:
         candidate.step(synchronised)
     MPI.COMM_WORLD.Barrier()
     began = time.perf_counter()
@@ -77,17 +78,16 @@ def block(candidate: Candidate, synchronised: bool, steps: int) -> float:
     return float(MPI.COMM_WORLD.allreduce(seconds, MPI.MAX))
 
 
-def steps_of_a_block(candidate: Candidate) -> int:
+def steps_of_a_block(candidate: Candidate, synchronised: bool) -> int:
     """Return how many steps take `BLOCK_SECONDS`. Collective."""
-    alone = min(block(candidate, False, 1) for _ in range(2))
-    return max(1, math.ceil(BLOCK_SECONDS / alone))
+    return max(1, math.ceil(BLOCK_SECONDS / block(candidate, synchronised, 1)))
 
 
 def measure(candidates: Sequence[Anyone], seconds: float) -> list[Record]:
     """Measure in rounds for about `seconds`; return a record for each candidate. Collective."""
     stepping = [one for one in candidates if isinstance(one, Candidate)]
     compare_means(stepping)
-    steps = steps_of_a_block(stepping[0])
+    alone = steps_of_a_block(stepping[0], False)
     records = {
         id(one): {
             "candidate": one.name,
@@ -97,6 +97,12 @@ def measure(candidates: Sequence[Anyone], seconds: float) -> list[Record]:
         }
         for one in candidates
     }
+    together = {}
+    for one in stepping:
+        one.begin()
+        together[id(one)] = min(alone, steps_of_a_block(one, True))
+        one.end()
+        one.rest()
     order = list(candidates)
     shuffle = random.Random(1).shuffle  # the same on all ranks
     began = time.perf_counter()
@@ -110,13 +116,13 @@ def measure(candidates: Sequence[Anyone], seconds: float) -> list[Record]:
             record: Any = records[id(one)]
             if isinstance(one, LimitAlone):
                 one.limit.seconds(not one.views, 1)
-                taken = one.limit.seconds(not one.views, 2 * steps)
+                taken = one.limit.seconds(not one.views, 2 * alone)
                 record["synchronised"].append(MPI.COMM_WORLD.allreduce(taken, MPI.MAX))
                 record["alone"].append(0.0)
                 continue
             one.begin()
             for synchronised in (True, False) if number % 2 else (False, True):
-                taken = block(one, synchronised, steps)
+                taken = block(one, synchronised, together[id(one)] if synchronised else alone)
                 record["synchronised" if synchronised else "alone"].append(taken)
             one.end()
             one.rest()
