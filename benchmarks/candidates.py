@@ -267,7 +267,9 @@ def flattened(model: nn.Module) -> Action:
     pieces = [
         piece.view_as(parameter)
         for piece, parameter in zip(
-            flat.split([parameter.numel() for parameter in parameters]), parameters, strict=True
+            torch.split(flat, [parameter.numel() for parameter in parameters]),
+            parameters,
+            strict=True,
         )
     ]
     buffer = flat.numpy()

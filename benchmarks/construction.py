@@ -123,7 +123,7 @@ def main() -> None:
             table(rows), f"MPI_Init_thread took {1e3 * mpi_init:.0f} ms", "", sep="\n", flush=True
         )
         if args.json:
-            machine = {"mpi": MPI.Get_library_version().splitlines()[0], **describe_machine()}
+            machine = describe_machine(MPI.Get_library_version())
             result = {"ranks": ranks, "mpi_init": mpi_init, "seconds": measured}
             with open(args.json, "w", encoding="utf-8") as file:
                 json.dump({"machine": machine, "construction": [result]}, file, indent=1)

@@ -20,7 +20,6 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,7 +87,7 @@ def measure(candidates: Sequence[Anyone], seconds: float) -> list[Record]:
     stepping = [one for one in candidates if isinstance(one, Candidate)]
     compare_means(stepping)
     alone = steps_of_a_block(stepping[0], False)
-    records = {
+    records: dict[int, Record] = {
         id(one): {
             "candidate": one.name,
             "views": one.views,
@@ -98,11 +97,11 @@ def measure(candidates: Sequence[Anyone], seconds: float) -> list[Record]:
         for one in candidates
     }
     together = {}
-    for one in stepping:
-        one.begin()
-        together[id(one)] = min(alone, steps_of_a_block(one, True))
-        one.end()
-        one.rest()
+    for candidate in stepping:
+        candidate.begin()
+        together[id(candidate)] = min(alone, steps_of_a_block(candidate, True))
+        candidate.end()
+        candidate.rest()
     order = list(candidates)
     shuffle = random.Random(1).shuffle  # the same on all ranks
     began = time.perf_counter()
@@ -113,7 +112,7 @@ def measure(candidates: Sequence[Anyone], seconds: float) -> list[Record]:
             break
         shuffle(order)
         for one in order:
-            record: Any = records[id(one)]
+            record = records[id(one)]
             if isinstance(one, LimitAlone):
                 one.limit.seconds(not one.views, 1)
                 taken = one.limit.seconds(not one.views, 2 * alone)
@@ -219,7 +218,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(report(result), end="\n\n", flush=True)
     if dist.get_rank() == 0 and args.json:
-        machine = {"mpi": MPI.Get_library_version().splitlines()[0], **describe_machine()}
+        machine = describe_machine(MPI.Get_library_version())
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump({"machine": machine, "exposed": results}, file, indent=1)
     mpiddp.destroy_process_group()

@@ -69,7 +69,7 @@ class Limit:
 
     def means(self) -> list[torch.Tensor]:
         """Return the means of the last step, in reversed order of the gradients."""
-        pieces = self.own.split([gradient.numel() for gradient in self.gradients])
+        pieces = torch.split(self.own, [gradient.numel() for gradient in self.gradients])
         return [
             piece.view(gradient.shape)
             for piece, gradient in zip(pieces[::-1], self.gradients[::-1], strict=True)
@@ -86,7 +86,8 @@ class Limit:
 
 def bucket_ends(sizes: Sequence[int]) -> list[int]:
     """Return where each bucket ends, as an index into `sizes` (numbers of float32)."""
-    ends, filled = [], 0
+    ends: list[int] = []
+    filled = 0
     for index, size in enumerate(sizes):
         filled += 4 * size
         if filled >= (OTHER_BUCKETS if ends else FIRST_BUCKET) or index == len(sizes) - 1:

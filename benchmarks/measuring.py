@@ -77,9 +77,14 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def describe_machine() -> dict[str, Any]:
-    """Return what the figures depend on: processor, cores, system, versions."""
+def describe_machine(mpi: str) -> dict[str, Any]:
+    """Return what the figures depend on: processor, cores, system, versions.
+
+    Args:
+        mpi: what MPI says about itself; its first line is kept.
+    """
     return {
+        "mpi": mpi.partition("\n")[0].rstrip("\0 "),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "system": platform.platform(),

@@ -101,7 +101,7 @@ def main() -> None:
         ]
         print(table(rows), end="\n\n", flush=True)
         if args.json:
-            machine = {"mpi": MPI.Get_library_version().splitlines()[0], **describe_machine()}
+            machine = describe_machine(MPI.Get_library_version())
             record = {
                 "candidate": args.candidate,
                 "views": args.views == "on",

@@ -72,7 +72,7 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
         names = [name for name in COLOURS if any(name in drawn for drawn in groups.values())]
         if not names:
             continue
-        figure, axes = pyplot.subplots(figsize=(10, 4.2), layout="constrained")
+        figure, axes = pyplot.subplots(figsize=(10, 4.6), layout="constrained")
         width = 0.85 / len(names)
         for place, name in enumerate(names):
             here = [(at, drawn[name]) for at, drawn in enumerate(groups.values()) if name in drawn]
@@ -110,7 +110,7 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
             f"{machine['mpi'].split(',')[0]}, torch {machine['versions']['torch']}, views on",
             fontsize=9,
         )
-        axes.legend(fontsize=8, ncols=2)
+        figure.legend(loc="outside lower center", fontsize=8, ncols=4)
         path = folder / f"exposed-{ranks}-ranks.svg"
         figure.savefig(path, metadata={"Date": None})
         pyplot.close(figure)
