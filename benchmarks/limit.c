@@ -19,7 +19,8 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { SPINS = 2000, YIELDS = 50, BLOCK = 1024 };
+/* A pause takes some 25 ns. Where ranks share cores, who spins keeps another from coming. */
+enum { SPINS = 1000, SPINS_ON_SHARED_CORES = 20, YIELDS = 50, BLOCK = 1024 };
 
 struct meeting {                    /* at the start of the shared memory, zero at first */
     _Alignas(64) atomic_uint arrived;
@@ -30,6 +31,9 @@ struct meeting {                    /* at the start of the shared memory, zero a
 static void meet(struct meeting *m, unsigned ranks)
 {
     unsigned generation = atomic_load(&m->generation);
+    static long cores;              /* asked once: it is a system call */
+    if (!cores) cores = sysconf(_SC_NPROCESSORS_ONLN);
+    int spins = cores < (long)ranks ? SPINS_ON_SHARED_CORES : SPINS;
     if (atomic_fetch_add(&m->arrived, 1) + 1 == ranks) {
         atomic_store(&m->arrived, 0);
         atomic_store(&m->generation, generation + 1);
@@ -37,7 +41,7 @@ static void meet(struct meeting *m, unsigned ranks)
             syscall(SYS_futex, &m->generation, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
         return;
     }
-    for (int i = 0; i < SPINS; i++) {
+    for (int i = 0; i < spins; i++) {
         if (atomic_load_explicit(&m->generation, memory_order_acquire) != generation) return;
 #if defined(__x86_64__)
         __builtin_ia32_pause();
