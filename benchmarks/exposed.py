@@ -1,114 +1,196 @@
 """Measure what gradient synchronisation adds to a training step, beside the alternatives.
 
-    mpirun -n 2 python benchmarks/exposed.py [--views off] [--json FILE]
+    mpirun -n 2 python benchmarks/exposed.py [--seconds 30] [--json FILE]
 
-Exposed time is the median step less the median of the same step without synchronisation. All
-candidates are measured in turn in each round, so that a busy machine slows all of them: compare
-within one run, by ratios. Candidates are mpiddp, torch's class over Gloo, and what a user of
-mpi4py writes by hand: one blocking Allreduce of all gradients flattened, or one a parameter.
+Exposed time is a step less the same step of the same candidate under no_sync. In each round every
+candidate has its turn, in an order drawn anew, so that a busy machine slows all of them: compare
+within one run, by ratios. A turn is a block of steps with synchronisation and one without, each
+at least 50 ms long, after a barrier. The time of a block is that of its slowest rank, because
+the slowest rank is what a data-parallel job waits for; the figure is the median over rounds.
+Before anything is measured, the means of all candidates are compared.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
-import platform
+import math
+import os
+import random
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from models import MODELS
+from candidates import Candidate, LimitAlone, Maker
+from measuring import Record, describe_machine, exposed, quartiles, ratio, show_ratio, table
+from models import MODELS, Workload
 from mpi4py import MPI
-from torch import nn
+from names import GLOO, NAMES, OURS
 
 import mpiddp
 
-Step = Callable[[bool], None]
+BLOCK_SECONDS = 0.05
+# Buckets are rebuilt after the first synchronised step; the others warm memory and caches.
+WARM_UP = 3
+FEWEST_ROUNDS = 3
+MOST_ROUNDS = 60
+TOLERANCE = 1e-4
+
+Anyone = Candidate | LimitAlone
 
 
-def make_step(model: nn.Module, inputs: torch.Tensor, after: Callable[[], None]) -> Step:
-    """Return a function that takes one step, synchronised or not."""
-
-    def step(synchronised: bool) -> None:
-        quiet = nullcontext() if synchronised or not hasattr(model, "no_sync") else model.no_sync()
-        with quiet:
-            model.zero_grad(set_to_none=False)
-            model(inputs).float().square().mean().backward()
-            if synchronised:
-                after()
-
-    return step
-
-
-def flattened(model: nn.Module) -> Callable[[], None]:
-    """Return a blocking Allreduce of all gradients in one flat buffer."""
-    parameters = list(model.parameters())
-    flat = torch.empty(sum(p.numel() for p in parameters))
-    sizes = [p.numel() for p in parameters]
-
-    def reduce() -> None:
-        torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None], out=flat)
-        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, flat.numpy())
-        flat.div_(MPI.COMM_WORLD.size)
-        for parameter, piece in zip(parameters, flat.split(sizes), strict=True):
-            parameter.grad.copy_(piece.view_as(parameter))
-
-    return reduce
+def compare_means(candidates: Sequence[Candidate]) -> None:
+    """Raise RuntimeError unless all candidates compute the same means. Collective."""
+    reference: list[torch.Tensor] = []
+    for candidate in candidates:
+        candidate.begin()
+        for _ in range(WARM_UP):
+            candidate.step(True)
+        means = candidate.means()
+        if not reference:
+            reference = [mean.clone() for mean in means]
+        for ours, theirs in zip(reference, means, strict=True):
+            difference = (ours - theirs).abs().max()
+            if difference > TOLERANCE * ours.abs().max() + 1e-9:
+                raise RuntimeError(
+                    f"{candidate.name} (views {candidate.views}) and {candidates[0].name} differ "
+                    f"by {difference:g} in a gradient of shape {tuple(ours.shape)}"
+                )
+        candidate.step(False)
+        candidate.end()
+        candidate.rest()
 
 
-def one_each(model: nn.Module) -> Callable[[], None]:
-    """Return one blocking Allreduce a parameter."""
+def block(candidate: Candidate, synchronised: bool, steps: int) -> float:
+    """Return the seconds of a step in a block of some, on the slowest rank. Collective."""
+    # The first step is another one: caches are cold, and buffers are synchronised as the step
+    # before it wanted. A step that is a block by itself has cold caches anyway.
+    if steps > 1 or candidate.has_buffers:
+        candidate.step(synchronised)
+    MPI.COMM_WORLD.Barrier()
+    began = time.perf_counter()
+    for _ in range(steps):
+        candidate.step(synchronised)
+    seconds = (time.perf_counter() - began) / steps
+    return float(MPI.COMM_WORLD.allreduce(seconds, MPI.MAX))
 
-    def reduce() -> None:
-        for parameter in model.parameters():
-            MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, parameter.grad.numpy())
-            parameter.grad.div_(MPI.COMM_WORLD.size)
 
-    return reduce
+def steps_of_a_block(candidate: Candidate, synchronised: bool) -> int:
+    """Return how many steps take `BLOCK_SECONDS`. Collective."""
+    return max(1, math.ceil(BLOCK_SECONDS / block(candidate, synchronised, 1)))
 
 
-def candidates(make: Callable[[], tuple[nn.Module, torch.Tensor]], views: bool) -> dict[str, Step]:
-    """Return the steps to compare, by name. Collective."""
-    torch.manual_seed(dist.get_rank())
-    model, inputs = make()
-    model.requires_grad_(True)
-    gloo = dist.new_group(backend="gloo")
-    torch_class = torch.nn.parallel.DistributedDataParallel
-    ours = mpiddp.DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=views)
-    theirs = torch_class(copy.deepcopy(model), process_group=gloo, gradient_as_bucket_view=views)
-    flat, single = copy.deepcopy(model), copy.deepcopy(model)
-    return {
-        "mpiddp": make_step(ours, inputs, lambda: None),
-        "torch DDP, Gloo": make_step(theirs, inputs, lambda: None),
-        "Allreduce, flattened": make_step(flat, inputs, flattened(flat)),
-        "Allreduce a parameter": make_step(single, inputs, one_each(single)),
+def measure(candidates: Sequence[Anyone], seconds: float) -> list[Record]:
+    """Measure in rounds for about `seconds`; return a record for each candidate. Collective."""
+    stepping = [one for one in candidates if isinstance(one, Candidate)]
+    compare_means(stepping)
+    alone = steps_of_a_block(stepping[0], False)
+    records: dict[int, Record] = {
+        id(one): {
+            "candidate": one.name,
+            "views": one.views,
+            "synchronised": [],
+            "alone": [],
+        }
+        for one in candidates
     }
+    together = {}
+    for candidate in stepping:
+        candidate.begin()
+        together[id(candidate)] = min(alone, steps_of_a_block(candidate, True))
+        candidate.end()
+        candidate.rest()
+    order = list(candidates)
+    shuffle = random.Random(1).shuffle  # the same on all ranks
+    began = time.perf_counter()
+    for number in range(MOST_ROUNDS):
+        elapsed = time.perf_counter() - began
+        last = number >= FEWEST_ROUNDS and elapsed * (number + 1) / number > seconds
+        if MPI.COMM_WORLD.bcast(last):
+            break
+        shuffle(order)
+        for one in order:
+            record = records[id(one)]
+            if isinstance(one, LimitAlone):
+                one.limit.seconds(not one.views, 1)
+                taken = one.limit.seconds(not one.views, 2 * alone)
+                record["synchronised"].append(MPI.COMM_WORLD.allreduce(taken, MPI.MAX))
+                record["alone"].append(0.0)
+                continue
+            one.begin()
+            for synchronised in (True, False) if number % 2 else (False, True):
+                taken = block(one, synchronised, together[id(one)] if synchronised else alone)
+                record["synchronised" if synchronised else "alone"].append(taken)
+            one.end()
+            one.rest()
+    return list(records.values())
 
 
-def measure(steps: dict[str, Step], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return for each candidate and round the seconds of a step with and without. Collective."""
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    for step in steps.values():
-        for _ in range(3):
-            step(True)
-    for _ in range(rounds):
-        for name, step in steps.items():
-            seconds = {}
-            for synchronised in (True, False):
-                step(synchronised)
-                MPI.COMM_WORLD.Barrier()
-                began = time.perf_counter()
-                step(synchronised)
-                step(synchronised)
-                MPI.COMM_WORLD.Barrier()
-                seconds[synchronised] = (time.perf_counter() - began) / 2
-            samples[name].append((seconds[True], seconds[False]))
-    return samples
+def ours_for(records: Sequence[Record], views: bool | None) -> Record | None:
+    """Return the record of mpiddp to compare with: with the same views, else with views on."""
+    for record in records:
+        if record["candidate"] == OURS and record["views"] == (views is not False):
+            return record
+    return None
+
+
+def report(result: Record) -> str:
+    """Return the table of one model."""
+    records = result["records"]
+    alone = statistics.median(
+        seconds for record in records if any(record["alone"]) for seconds in record["alone"]
+    )
+    lines = [
+        f"{result['model']}, {result['ranks']} ranks, {len(records[0]['alone'])} rounds: a step "
+        f"alone takes {1e3 * alone:.1f} ms"
+    ]
+    heading = ["exposed time", "views", "ms", "quartiles", "mpiddp / it", "(90 %)"]
+    rows = [heading]
+    for record in sorted(records, key=lambda r: (r["views"] is False, NAMES.index(r["candidate"]))):
+        low, middle, high = quartiles([1e3 * seconds for seconds in exposed(record)])
+        ours = ours_for(records, record["views"])
+        shown = "-"
+        if ours is not None and ours is not record:
+            shown = show_ratio(ratio(exposed(ours), exposed(record)))
+        value, _, spread = shown.partition(" ")
+        views = {True: "on", False: "off", None: ""}[record["views"]]
+        rows.append(
+            [
+                record["candidate"],
+                views,
+                f"{middle:.2f}",
+                f"{low:.2f} to {high:.2f}",
+                value,
+                spread,
+            ]
+        )
+    lines.append(table(rows))
+    lines += [f"without {name}: {why}" for name, why in result["notes"].items()]
+    return "\n".join(lines)
+
+
+def run(
+    name: str,
+    workload: Workload,
+    gloo: dist.ProcessGroup | None,
+    wanted: Sequence[str],
+    views: Sequence[bool],
+    seconds: float,
+) -> Record:
+    """Measure one model. Collective."""
+    maker = Maker(workload, gloo, wanted, views)
+    records = measure(maker.make(), seconds)
+    return {
+        "model": name,
+        "ranks": dist.get_world_size(),
+        "nodes": mpiddp.get_topology().node_count,
+        "parameters": len(list(maker.first.parameters())),
+        "bytes": sum(4 * parameter.numel() for parameter in maker.first.parameters()),
+        "records": records,
+        "notes": maker.notes,
+    }
 
 
 def main() -> None:
@@ -116,41 +198,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--views", choices=("on", "off"), default="on")
-    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--seconds", type=float, default=30, help="for each model (30)")
+    parser.add_argument("--views", choices=("on", "off", "both"), default="on")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--candidates", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--json", metavar="FILE", help="write samples, machine and versions")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
     mpiddp.init_process_group()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    result: dict[str, Any] = {
-        "machine": platform.platform(),
-        "mpi": MPI.Get_library_version().splitlines()[0],
-        "torch": torch.__version__,
-        "ranks": ranks,
-        "gradient_as_bucket_view": args.views == "on",
-        "models": {},
-    }
-    if rank == 0:
-        print(f"exposed ms a step (share of mpiddp's); {ranks} ranks, views {args.views}")
+    if mpiddp.get_topology().node_count == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    gloo = dist.new_group(backend="gloo") if GLOO in args.candidates else None
+    views = {"on": [True], "off": [False], "both": [True, False]}[args.views]
+    results = []
     for name in args.models:
-        samples = measure(candidates(MODELS[name], args.views == "on"), args.rounds)
-        result["models"][name] = samples
-        if rank == 0:
-            without = statistics.median(bare for pairs in samples.values() for _, bare in pairs)
-            print(f"{name}: {1e3 * without:.1f} ms without synchronisation")
-            exposed = {
-                candidate: statistics.median(full - bare for full, bare in pairs)
-                for candidate, pairs in samples.items()
-            }
-            for candidate, seconds in exposed.items():
-                share = f"{seconds / exposed['mpiddp']:.2f}" if exposed["mpiddp"] > 0 else "-"
-                print(f"    {candidate:24} {1e3 * seconds:8.2f}  ({share})", flush=True)
-    if rank == 0 and args.json:
-        with open(args.json, "w") as file:
-            json.dump(result, file, indent=1)
+        result = run(name, MODELS[name], gloo, args.candidates, views, args.seconds)
+        results.append(result)
+        if dist.get_rank() == 0:
+            print(report(result), end="\n\n", flush=True)
+    if dist.get_rank() == 0 and args.json:
+        machine = describe_machine(MPI.Get_library_version())
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({"machine": machine, "exposed": results}, file, indent=1)
     mpiddp.destroy_process_group()
 
 

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model to train.
+
+    Attributes:
+        make: returns a new model and a batch for it, drawn from torch's random state.
+        buffers: whether the classes of DDP synchronise the model's buffers at each forward.
+    """
+
+    make: Callable[[], tuple[nn.Module, torch.Tensor]]
+    buffers: bool = True
 
 
 class Transformer(nn.Module):
@@ -24,23 +38,27 @@ class Transformer(nn.Module):
         return logits
 
 
-def _linears(count: int, width: int) -> nn.Sequential:
+def linears(count: int, width: int) -> nn.Sequential:
+    """Return `count` square linear layers, one after another."""
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
 
 
-def _convolutions() -> nn.Sequential:
+def _convolutions() -> tuple[nn.Module, torch.Tensor]:
     layers: list[nn.Module] = []
     channels = 3
     for width in (32, 64, 64, 128, 128):
         layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
         channels = width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10)]
+    return nn.Sequential(*layers), torch.randn(4, 3, 16, 16)
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
-    "8 x Linear(1024)": lambda: (_linears(8, 1024), torch.randn(32, 1024)),
-    "3 x Linear(4096)": lambda: (_linears(3, 4096), torch.randn(8, 4096)),
-    "200 x Linear(64)": lambda: (_linears(200, 64), torch.randn(32, 64)),
-    "transformer": lambda: (Transformer(), torch.randint(8192, (4, 32))),
-    "convolutions": lambda: (_convolutions(), torch.randn(4, 3, 16, 16)),
+MODELS = {
+    "8 x Linear(1024)": Workload(lambda: (linears(8, 1024), torch.randn(32, 1024))),
+    "3 x Linear(4096)": Workload(lambda: (linears(3, 4096), torch.randn(8, 4096))),
+    "200 x Linear(64)": Workload(lambda: (linears(200, 64), torch.randn(32, 64))),
+    "transformer": Workload(lambda: (Transformer(), torch.randint(8192, (4, 32)))),
+    "convolutions": Workload(_convolutions),
+    # What one writes by hand with mpi4py synchronises no buffers: compared with that.
+    "convolutions, buffers off": Workload(_convolutions, buffers=False),
 }

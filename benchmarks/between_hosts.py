@@ -1,0 +1,185 @@
+"""Measure steps between hosts at several link rates, on hosts made of namespaces. Needs root.
+
+    python benchmarks/between_hosts.py [--layouts 2x1 2x2 4x1] [--rates 1 2 10] [--output FOLDER]
+
+The hosts come from tests/lab and share this machine's cores: compare within one layout and rate.
+The bound of a step is the larger of its compute (the same step under no_sync) and its wire time:
+what a host must send and receive, 2 (H - 1) / H times the gradients for H hosts, over the link's
+rate. A wire that is full all the time takes about 1.05 of that, the rest is protocol headers.
+"hidden" is the share of the wire time that overlaps with compute: of both together, less the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from measuring import Record, ratio, show_ratio, table
+from names import FLATTENED, GLOO, NAMES, OURS, OURS_MPI
+
+HERE = Path(__file__).resolve().parent
+CLUSTER = HERE.parent / "tests" / "lab" / "cluster"
+MODELS = ("8 x Linear(1024)", "transformer")
+# What a Makefile or an mpirun around this may have set for one machine.
+LEFT_OUT = ("OMPI_", "PRTE_", "PMIX_", "PMI_", "MPIR_", "MPICH_")
+# For each rank. Open MPI's wheel prints an error for each window while it tries ucx.
+FOR_RANKS = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "eth0",
+    "OMPI_MCA_osc": "^ucx",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+
+
+class Hosts:
+    """Hosts that exist until this object's process ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.lab = folder / "lab"
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(LEFT_OUT)}
+        self.environment = {**environment, "LAB_DIR": str(self.lab)}
+
+    def cluster(self, *arguments: str, limit: float = 60) -> str:
+        """Run the lab's command; return what it printed."""
+        done = subprocess.run(
+            # The command goes on in namespaces: only timeout(1) can end it whole.
+            ["timeout", "-k", "5", str(limit), str(CLUSTER), *arguments],
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise RuntimeError(
+                f"cluster {' '.join(arguments[:4])}: exit status {done.returncode}\n"
+                f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+            )
+        return done.stdout
+
+    def launch(self, hosts: int, ranks: int, arguments: Sequence[str], limit: float) -> str:
+        """Run a Python program with `ranks` ranks on each host; return what it printed."""
+        mpirun = str(Path(sys.executable).parent / "mpirun")
+        version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=True)
+        agent = str(self.lab / "agent")
+        program = [sys.executable, *arguments]
+        if "Open MPI" in version.stdout:
+            options = ["--prtemca", "plm_ssh_agent", agent]
+            options += ["--hostfile", str(self.lab / "hosts.openmpi")]
+            options += ["--map-by", f"ppr:{ranks}:node:oversubscribe"]
+            for name, value in FOR_RANKS.items():
+                options += ["-x", f"{name}={value}"]
+        else:
+            options = ["-launcher", "ssh", "-launcher-exec", agent]
+            options += ["-f", str(self.lab / "hosts.mpich"), "-ppn", str(ranks)]
+            for name, value in FOR_RANKS.items():
+                options += ["-genv", name, value]
+        command = [mpirun, *options, "-n", str(hosts * ranks), *program]
+        try:
+            return self.cluster("run", "head", *command, limit=limit)
+        finally:
+            self.cluster("clear")
+
+
+@contextlib.contextmanager
+def hosts_up(count: int) -> Iterator[Hosts]:
+    """Make hosts, and end them also when this process is killed."""
+    # In /tmp whatever TMPDIR is: the hosts have it in common.
+    with tempfile.TemporaryDirectory(prefix="mpiddp-hosts-", dir="/tmp") as name:
+        hosts = Hosts(Path(name))
+        guard = subprocess.Popen(
+            ["bash", "-c", 'cat; "$0" clear; "$0" down', str(CLUSTER)],
+            env=hosts.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            hosts.cluster("up", str(count), limit=200)
+            yield hosts
+        finally:
+            guard.communicate(timeout=60)
+
+
+def wire_seconds(size: int, hosts: int, gigabits: float) -> float:
+    """Return how long a host's link is busy with an all-reduce of `size` bytes."""
+    return 2 * (hosts - 1) / hosts * 8 * size / (gigabits * 1e9)
+
+
+def report(result: Record) -> str:
+    """Return the table of one model at one rate."""
+    wire = wire_seconds(result["bytes"], result["nodes"], result["gigabits"])
+    alone = statistics.median(statistics.median(r["alone"]) for r in result["records"])
+    title = (
+        f"{result['model']}, {result['nodes']} hosts x {result['ranks'] // result['nodes']}, "
+        f"{result['gigabits']:g} Gbit/s: compute {1e3 * alone:.0f} ms, wire {1e3 * wire:.0f} ms"
+    )
+    rows = [["", "step ms", "step / bound", "(90 %)", "hidden"]]
+    for record in sorted(result["records"], key=lambda record: NAMES.index(record["candidate"])):
+        bounds = [max(compute, wire) for compute in record["alone"]]
+        value, _, spread = show_ratio(ratio(record["synchronised"], bounds)).partition(" ")
+        pairs = zip(record["synchronised"], record["alone"], strict=True)
+        hidden = statistics.median(1 - (step - compute) / wire for step, compute in pairs)
+        step = f"{1e3 * statistics.median(record['synchronised']):.0f}"
+        rows.append([record["candidate"], step, value, spread, f"{hidden:.0%}"])
+    lines = [title, table(rows)]
+    lines += [f"without {name}: {why}" for name, why in result["notes"].items()]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure all layouts and rates; return the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--layouts", nargs="+", default=["2x1", "2x2", "4x1"], metavar="HxR")
+    parser.add_argument("--rates", nargs="+", type=float, default=[1, 2, 10], metavar="GBIT")
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument(
+        "--candidates", nargs="+", choices=NAMES, default=[OURS, OURS_MPI, GLOO, FLATTENED]
+    )
+    parser.add_argument("--seconds", type=float, default=20, help="for each model and rate (20)")
+    parser.add_argument("--output", type=Path, default=Path("build/bench-hosts"), metavar="FOLDER")
+    args = parser.parse_args()
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        print("Making hosts needs root and unshare; nothing is measured.", file=sys.stderr)
+        return 1
+    args.output.mkdir(parents=True, exist_ok=True)
+
+    results: dict[str, Any] = {"between_hosts": []}
+    for layout in args.layouts:
+        count, ranks = (int(number) for number in layout.split("x"))
+        with hosts_up(count) as hosts:
+            for gigabits in args.rates:
+                hosts.cluster("rate", f"{gigabits:g}gbit")
+                file = hosts.lab.parent / "exposed.json"
+                program = [str(HERE / "exposed.py"), "--json", str(file)]
+                program += ["--seconds", str(args.seconds), "--models", *args.models]
+                program += ["--candidates", *args.candidates]
+                hosts.launch(count, ranks, program, limit=120 + 20 * args.seconds)
+                measured = json.loads(file.read_text(encoding="utf-8"))
+                file.unlink()
+                results["machine"] = measured["machine"]
+                for result in measured["exposed"]:
+                    result["gigabits"] = gigabits
+                    results["between_hosts"].append(result)
+                    print(report(result), end="\n\n", flush=True)
+    file = args.output / "results.json"
+    file.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    print("written:", file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Compare results with what mpiddp is to reach: ratios, each with the candidate it refers to."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+
+from measuring import Record, Samples, exposed, ratio, show_ratio, table
+from names import (
+    FLATTENED,
+    GLOO,
+    LIMIT,
+    LIMIT_ALONE,
+    LIMIT_IN_PLACE,
+    ONE_EACH,
+    OUR_BACKEND,
+    OURS,
+    OURS_MPI,
+)
+
+LIMITS = (LIMIT, LIMIT_ALONE)
+OTHERS = (OUR_BACKEND, FLATTENED, ONE_EACH, OURS_MPI)
+
+# Exposed time of 2 ranks: at most this share of Gloo's, and of the best other's.
+TWO_RANKS = {
+    "8 x Linear(1024)": (1 / 6, 1 / 2),
+    "3 x Linear(4096)": (1 / 8, 1 / 5),
+    "200 x Linear(64)": (1 / 8, 1 / 3),
+    "transformer": (1 / 6, 1 / 2),
+    "convolutions": (1 / 6, None),
+    "convolutions, buffers off": (None, 2 / 3),
+}
+MORE_RANKS = {4: (1 / 5, 1 / 2), 16: (1 / 4, 1.0)}
+VIEWS_OFF = 1 / 3
+OVER_THE_LIMIT = 1.2
+ONE_BUCKET = {64 << 10: 1 / 4, 1 << 20: 1 / 6, 25 << 20: 1 / 2, 100 << 20: 1 / 2}
+MEMORY = 1.05
+CONSTRUCTION = 1 / 2
+
+
+def _by_name(result: Record, views: bool) -> dict[str, Samples]:
+    return {
+        record["candidate"]: exposed(record)
+        for record in result["records"]
+        if record["views"] in (views, None)
+    }
+
+
+def _best(samples: Mapping[str, Samples], names: tuple[str, ...] | None = None) -> str | None:
+    """Return who has the smallest median."""
+    present = [name for name in samples if names is None or name in names]
+    return min(present, key=lambda name: statistics.median(samples[name]), default=None)
+
+
+Row = tuple[str, str, float | None, tuple[float, float, float] | None]
+
+
+def _exposed_rows(result: Record) -> Iterator[Row]:
+    """Yield what is compared, with whom, the goal, and the ratio."""
+    model, ranks = result["model"], result["ranks"]
+    title = f"{model}, {ranks} ranks"
+    to_gloo, to_best = TWO_RANKS.get(model, (None, None))
+    if ranks in MORE_RANKS:
+        more = MORE_RANKS[ranks]
+        to_gloo, to_best = (more[0] if to_gloo else None), (more[1] if to_best else None)
+    on, off = _by_name(result, True), _by_name(result, False)
+    if OURS in on:
+        ours = on[OURS]
+        if to_gloo and GLOO in on:
+            yield title, GLOO, to_gloo, ratio(ours, on[GLOO])
+        best = _best(on, OTHERS)
+        if to_best and best is not None:
+            yield title, f"best other: {best}", to_best, ratio(ours, on[best])
+        for limit in LIMITS:
+            if limit in on and model != "convolutions":
+                yield title, limit, OVER_THE_LIMIT, ratio(ours, on[limit])
+    if OURS in off and GLOO in off and model != "convolutions, buffers off":
+        yield f"{title}, views off", GLOO, VIEWS_OFF, ratio(off[OURS], off[GLOO])
+
+
+def _rows(results: Record) -> Iterator[Row]:
+    for result in results.get("exposed", ()):
+        yield from _exposed_rows(result)
+    for result in results.get("one_bucket", ()):
+        seconds = result["seconds"]
+        title = f"one bucket of {result['bytes'] >> 10} KB, {result['ranks']} ranks"
+        best = _best(seconds, tuple(name for name in seconds if "llreduce" in name))
+        if best is not None:
+            goal = ONE_BUCKET.get(result["bytes"])
+            yield title, f"best of MPI: {best}", goal, ratio(seconds[OURS], seconds[best])
+        if LIMIT_IN_PLACE in seconds:
+            yield title, LIMIT_IN_PLACE, None, ratio(seconds[OURS], seconds[LIMIT_IN_PLACE])
+    for result in results.get("construction", ()):
+        for what, seconds in result["seconds"].items():
+            title = f"{what}, {result['ranks']} ranks"
+            yield title, GLOO, CONSTRUCTION, ratio(seconds[OURS], seconds[GLOO])
+    for record in results.get("memory", ()):
+        if record["views"]:
+            title = f"memory of {record['candidate']}, {record['ranks']} ranks"
+            for when in ("soon", "later"):
+                goal = MEMORY if record["candidate"] != GLOO else None
+                yield f"{title}, {when}", "its gradients", goal, (record[when],) * 3
+
+
+def report(results: Record) -> str:
+    """Return a table of all goals for which there are results."""
+    rows = [["mpiddp's share (90 % of samples)", "of", "ratio", "goal", ""]]
+    for title, other, goal, measured in _rows(results):
+        shown = show_ratio(measured)
+        verdict = ""
+        if goal is not None and measured is not None:
+            middle, low, _ = measured
+            # The goal may lie within the spread: then this run does not say.
+            verdict = "reached" if middle <= goal else "within the spread" if low <= goal else "no"
+        rows.append([title, other, shown, "" if goal is None else f"{goal:.2f}", verdict])
+    return table(rows)
