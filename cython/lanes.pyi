@@ -7,8 +7,8 @@ from mpiddp.memory import BucketMemory
 class LaneTransport:
     def __init__(
         self,
-        communicator: MPI.Intracomm,
-        node: MPI.Intracomm,
+        communicator: MPI.Comm,
+        node: MPI.Comm,
         *,
         chunk_bytes: int = 524288,
         window: int = 2,

@@ -16,9 +16,8 @@ The first chunk of bucket k belongs to lane k modulo the number of lanes: many s
 are spread over all lanes, too.
 """
 
-from libc.stdint cimport int32_t, uint32_t
+from libc.stdint cimport uint32_t
 from libc.stdlib cimport free
-from libc.string cimport memset
 
 from mpi4py.libmpi cimport (
     MPI_DOUBLE,

@@ -4,12 +4,12 @@ from mpi4py import MPI
 
 from mpiddp.memory import BucketMemory
 
-def make_bell(node: MPI.Intracomm, state: int) -> object: ...
+def make_bell(node: MPI.Comm, state: int) -> object: ...
 
 class SharedTransport:
     def __init__(
         self,
-        node: MPI.Intracomm,
+        node: MPI.Comm,
         *,
         chunk_bytes: int = 65536,
         crowded: bool = False,
@@ -22,6 +22,6 @@ class SharedTransport:
 
 class SharedBuckets:
     def __init__(
-        self, node: MPI.Intracomm, sizes: Sequence[int], chunk_bytes: int
+        self, node: MPI.Comm, sizes: Sequence[int], chunk_bytes: int
     ) -> None: ...
     def memories(self, sizes: Sequence[int]) -> list[BucketMemory]: ...

@@ -23,7 +23,6 @@ another one still reads, and counters that only grow need no reset. They wrap ar
 2^32; only differences are compared.
 """
 
-from libc.errno cimport EAGAIN
 from libc.stdint cimport int32_t, uint32_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from posix.time cimport timespec

@@ -110,7 +110,8 @@ class ProcessGroup(dist.ProcessGroup):
         for channel in self._channels:
             if channel.idle and channel.communicator is not None:
                 self.engine.close_channel(channel)
-                channel.transport.free()
+                if channel.transport is not None:
+                    channel.transport.free()
                 channel.communicator.Free()
         self._channels.clear()
         if self.communicator != MPI.COMM_NULL:

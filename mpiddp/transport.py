@@ -40,7 +40,7 @@ def requested_transport(argument: str | None) -> str:
     return name
 
 
-def open_channel(engine: Engine, communicator: MPI.Intracomm, name: str) -> Channel:
+def open_channel(engine: Engine, communicator: MPI.Comm, name: str) -> Channel:
     """Return a queue of the engine over a transport of its own.
 
     Collective.
@@ -86,14 +86,14 @@ def open_channel(engine: Engine, communicator: MPI.Intracomm, name: str) -> Chan
     return engine.open_channel(IallreduceTransport(communicator), communicator)
 
 
-def ranks_of_node(communicator: MPI.Intracomm) -> MPI.Intracomm:
+def ranks_of_node(communicator: MPI.Comm) -> MPI.Comm:
     """Return a communicator of the ranks that share memory with this one. Collective."""
     from mpi4py import MPI  # initialises MPI, which importing this file must not
 
     return communicator.Split_type(MPI.COMM_TYPE_SHARED, key=communicator.Get_rank())
 
 
-def _make_shared(node: MPI.Intracomm) -> SharedTransport:
+def _make_shared(node: MPI.Comm) -> SharedTransport:
     # Bound ranks see their own cores only.
     cores = len(set().union(*node.allgather(os.sched_getaffinity(0))))
     ranks = node.Get_size()
