@@ -1,4 +1,4 @@
-from mpiddp.engine cimport Work
+from mpiddp.engine cimport ElementType, Work
 from mpiddp.memory cimport BucketMemory
 
 
@@ -14,13 +14,20 @@ cdef class Bucket:
     cdef readonly list views
     cdef readonly object buffer
     cdef readonly BucketMemory memory
-    cdef readonly object dtype
+    cdef readonly object dtype          # of the gradients
+    cdef readonly object staging        # with views, compressed: the gradients as they are
+    cdef readonly bint converts         # the views hold what travels, not the gradients' dtype
     cdef readonly bint sparse
     cdef Work work
     cdef Py_ssize_t pending         # parameters that are not ready yet
-    cdef Py_ssize_t bytes_per_element
+    cdef Py_ssize_t bytes_per_element   # as they travel
+    cdef ElementType element            # of the gradients
     cdef char *flags                # the tail, see Note [Flags behind the gradients]
 
+    cdef int narrow(self, char *view, const char *gradient, size_t bytes_) except -1
+    cdef int widen(self, char *gradient, const char *view, size_t bytes_) except -1
+    cdef int fill_from_staging(self) except -1
+    cdef int read_into_staging(self) except -1
     cdef char *view_address(self, Py_ssize_t position) except? NULL
     cdef char *flag_address(self, Py_ssize_t position) noexcept nogil
     cdef void set_flag(self, Py_ssize_t position, bint value) noexcept nogil

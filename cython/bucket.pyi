@@ -5,7 +5,10 @@ import torch
 from mpiddp.memory import BucketMemory
 
 def supported_dtypes() -> tuple[torch.dtype, ...]: ...
-def bytes_needed(parameters: Sequence[torch.Tensor]) -> int: ...
+def wire_dtype(dtype: torch.dtype, compression: torch.dtype | None = None) -> torch.dtype: ...
+def bytes_needed(
+    parameters: Sequence[torch.Tensor], compression: torch.dtype | None = None
+) -> int: ...
 
 class Bucket:
     index: int
@@ -15,6 +18,8 @@ class Bucket:
     dtype: torch.dtype
     sparse: bool
     memory: BucketMemory | None
+    staging: torch.Tensor | None
+    converts: bool
     def __init__(
         self,
         index: int,
@@ -23,6 +28,8 @@ class Bucket:
         divisor: float,
         memory: BucketMemory | None = None,
         sparse: bool = False,
+        compression: torch.dtype | None = None,
+        gradients_are_views: bool = False,
     ) -> None: ...
     @property
     def gradients(self) -> torch.Tensor: ...

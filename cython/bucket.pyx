@@ -14,6 +14,18 @@ untouched) and whether any rank missed any, at the price of a few bytes and of n
 collective. Buckets that are complete everywhere take the fast way out.
 A mean of flags is only ever compared with zero: 1/N does not vanish in any dtype
 for fewer than 2^24 ranks, while N-1 of N could round to one in bfloat16.
+
+Note [Compression]
+~~~~~~~~~~~~~~~~~~
+With compression, what the engine reduces is of a 16-bit dtype where the gradients are
+float32 or float64: transports sum such elements in float32 and round once. Copying a
+gradient into its view or back converts it, with the kernels where it is a plain copy,
+else with torch's `copy_` (which rounds float64 twice, by way of float32).
+Gradients that are views of the bucket cannot lie in 16 bits. They have a buffer of
+their own, `staging`, that is converted as a whole when the bucket is launched and when
+the mean is there. The flags are where the engine reduces them in both cases.
+Other dtypes travel as they are: 16-bit ones have nothing to gain, and complex ones
+have no 16-bit dtype that is supported and wide enough.
 """
 
 from libc.string cimport memset
@@ -28,7 +40,13 @@ from mpiddp.engine cimport (
     ElementType,
     element_bytes,
 )
+from mpiddp.kernels cimport selected_kernels
 from mpiddp.memory cimport BucketMemory
+
+
+cdef enum:
+    # Conversions of fewer elements are over before the GIL could be handed on.
+    RELEASE_GIL_ELEMENTS = 1 << 15
 
 
 # How the engine sees a dtype: element type, elements per torch element.
@@ -58,10 +76,33 @@ def _view_like(buffer, Py_ssize_t offset, parameter):
     return buffer.narrow(0, offset, parameter.numel()).view(size)
 
 
-def bytes_needed(parameters):
+def wire_dtype(dtype, compression=None):
+    """Return the dtype in which gradients of `dtype` travel. Not collective.
+
+    Args:
+        dtype: of the gradients.
+        compression: torch.float16 or torch.bfloat16, None for none.
+    """
+    if compression is not None and dtype in (torch.float32, torch.float64):
+        return compression
+    return dtype
+
+
+def bytes_needed(parameters, compression=None):
     """Return the size of a bucket for `parameters` in bytes. Not collective."""
     elements = sum([parameter.numel() for parameter in parameters]) + len(parameters) + 2
-    return elements * parameters[0].element_size()
+    return elements * wire_dtype(parameters[0].dtype, compression).itemsize
+
+
+cdef int _convert(
+    ElementType to, ElementType from_, char *out, const char *array, size_t count
+) except -1:
+    if count < RELEASE_GIL_ELEMENTS:
+        selected_kernels().convert(to, from_, out, array, count)
+    else:
+        with nogil:
+            selected_kernels().convert(to, from_, out, array, count)
+    return 0
 
 
 cdef class Bucket:
@@ -76,13 +117,16 @@ cdef class Bucket:
         divisor: what the sum over ranks is divided by.
         memory: `bytes_needed` bytes of zeros; None if sparse.
         sparse: the one parameter's gradient is sparse; nothing is allocated.
+        compression: the 16-bit dtype in which float32 and float64 travel, None for none.
+        gradients_are_views: the gradients will be the views, so these must be of their dtype.
 
     Raises:
         TypeError: gradients of this dtype cannot be averaged.
     """
 
     def __init__(self, Py_ssize_t index, parameters, parameter_indices, double divisor,
-                 BucketMemory memory=None, bint sparse=False):
+                 BucketMemory memory=None, bint sparse=False, compression=None,
+                 bint gradients_are_views=False):
         cdef Py_ssize_t total, offset, multiple
         cdef ElementType element
         self.index = index
@@ -98,16 +142,24 @@ cdef class Bucket:
                 f"gradients of dtype {self.dtype} cannot be averaged; "
                 f"supported are {', '.join(str(dtype) for dtype in _ELEMENTS)}"
             )
-        element, multiple = _ELEMENTS[self.dtype]
+        travels_as = wire_dtype(self.dtype, compression)
+        self.element = _ELEMENTS[self.dtype][0]
+        element, multiple = _ELEMENTS[travels_as]
         total = sum([parameter.numel() for parameter in parameters])
         self.memory = memory
-        self.buffer = memory.buffer.view(self.dtype)
+        self.buffer = memory.buffer.view(travels_as)
+        if travels_as is not self.dtype:
+            if gradients_are_views:
+                self.staging = torch.zeros(total, dtype=self.dtype)
+            else:
+                self.converts = True
         self.bytes_per_element = self.buffer.element_size()
         offset = 0
+        viewed = self.buffer if self.staging is None else self.staging
         with torch.no_grad():
             for parameter in parameters:
                 # .data: with a version counter of its own, not one that all views share.
-                self.views.append(_view_like(self.buffer, offset, parameter).data)
+                self.views.append(_view_like(viewed, offset, parameter).data)
                 offset += parameter.numel()
         self.work.data = <char *><size_t>self.buffer.data_ptr()
         self.work.count = self.buffer.numel() * multiple
@@ -118,8 +170,36 @@ cdef class Bucket:
 
     @property
     def gradients(self):
-        """The flat gradients without the flags, a 1-D tensor. Not collective."""
+        """What the views are of: a 1-D tensor without the flags. Not collective."""
+        if self.staging is not None:
+            return self.staging
         return self.buffer.narrow(0, 0, self.buffer.numel() - len(self.views) - 2)
+
+    cdef int narrow(self, char *view, const char *gradient, size_t bytes_) except -1:
+        """Convert a gradient into its view of `bytes_`, where the bucket `converts`."""
+        return _convert(
+            self.work.element, self.element, view, gradient, bytes_ // self.bytes_per_element)
+
+    cdef int widen(self, char *gradient, const char *view, size_t bytes_) except -1:
+        """Convert a view of `bytes_` into a gradient, where the bucket `converts`."""
+        return _convert(
+            self.element, self.work.element, gradient, view, bytes_ // self.bytes_per_element)
+
+    cdef int fill_from_staging(self) except -1:
+        """Convert all gradients to what travels, where they are not in the bucket itself."""
+        if self.staging is not None:
+            _convert(
+                self.work.element, self.element, self.work.data,
+                <char *><size_t>self.staging.data_ptr(), self.staging.numel())
+        return 0
+
+    cdef int read_into_staging(self) except -1:
+        """Convert all means back from what has travelled."""
+        if self.staging is not None:
+            _convert(
+                self.element, self.work.element, <char *><size_t>self.staging.data_ptr(),
+                self.work.data, self.staging.numel())
+        return 0
 
     cdef char *view_address(self, Py_ssize_t position) except? NULL:
         return <char *><size_t>self.views[position].data_ptr()

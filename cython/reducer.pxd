@@ -30,6 +30,7 @@ cdef class Reducer:
     cdef readonly bint find_unused_parameters
     cdef readonly bint gradient_as_bucket_view
     cdef readonly bint has_rebuilt_buckets
+    cdef readonly object compression    # the 16-bit dtype of float32 and float64, or None
     cdef object assign_buckets
     cdef object describe_parameter
     cdef object report_missing

@@ -146,7 +146,10 @@ cdef class Reducer:
         sparse = [self.expect_sparse[indices[0]] for indices in assignment]
         memories = iter(
             self.channel.allocate(
-                [bytes_needed(some) for some, without in zip(members, sparse) if not without]
+                [
+                    bytes_needed(some, self.compression)
+                    for some, without in zip(members, sparse) if not without
+                ]
             )
         )
         self.buckets = []
@@ -158,6 +161,8 @@ cdef class Reducer:
                 self.divisor,
                 None if without else next(memories),
                 sparse=without,
+                compression=self.compression,
+                gradients_are_views=self.gradient_as_bucket_view,
             )
             self.buckets.append(bucket)
             for position, index in enumerate(indices):
@@ -210,6 +215,23 @@ cdef class Reducer:
                 bucket.set_flag(MISSED, False)
         self.next_bucket = 0
         self.ready = 0
+
+    def compress(self, dtype):
+        """Let float32 and float64 gradients travel as `dtype`, see bucket.pyx.
+
+        Collective, unless `dtype` is None, for no compression.
+
+        Raises:
+            RuntimeError: gradients have already been reduced.
+        """
+        if self.reductions or self.ready:
+            raise RuntimeError(
+                "a communication hook must be registered before the first backward that "
+                "reduces gradients"
+            )
+        self.compression = dtype
+        if dtype is not None:
+            self._build_buckets([bucket.parameter_indices for bucket in self.buckets])
 
     # The path of one gradient.
 
@@ -278,6 +300,8 @@ cdef class Reducer:
             plain = False
             with torch.no_grad():
                 bucket.views[state.position].copy_(gradient)
+        elif bucket.converts:
+            bucket.narrow(state.address, address, state.bytes)
         elif state.bytes < RELEASE_GIL_BYTES:
             memcpy(state.address, address, state.bytes)
         else:
@@ -311,6 +335,7 @@ cdef class Reducer:
             if bucket.pending:
                 break
             if not bucket.sparse:
+                bucket.fill_from_staging()
                 self.channel.submit(&bucket.work)
             self.next_bucket += 1
         return 0
@@ -343,6 +368,7 @@ cdef class Reducer:
             if self.channel.wait(&bucket.work, self.timeout.total_seconds()) == WAIT_TIMED_OUT:
                 self._raise_timeout(bucket)
             self.incomplete |= bucket.flag(MISSED)
+            bucket.read_into_staging()
             if bucket.flag(INCOMPLETE):
                 self._write_where_used(bucket)
             elif not self.gradient_as_bucket_view:
@@ -401,11 +427,12 @@ cdef class Reducer:
     cdef int copy_out(self, Py_ssize_t index) except -1:
         """Write the mean to the gradient that the hook saw."""
         cdef ParameterState *state = &self.states[index]
-        cdef Bucket bucket
+        cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
         if state.gradient == NULL:
-            bucket = <Bucket>self.buckets[state.bucket]
             with torch.no_grad():
                 self.gradients[index].copy_(bucket.views[state.position])
+        elif bucket.converts:
+            bucket.widen(state.gradient, state.address, state.bytes)
         elif state.bytes < RELEASE_GIL_BYTES:
             memcpy(state.gradient, state.address, state.bytes)
         else:
@@ -424,7 +451,9 @@ cdef class Reducer:
             elif self.gradients[index] is not None:
                 self.copy_out(index)
             elif parameter.grad is None:
-                parameter.grad = view if self.gradient_as_bucket_view else view.clone()
+                if not self.gradient_as_bucket_view:
+                    view = view.to(bucket.dtype, copy=True)
+                parameter.grad = view
 
     def _reduce_sparse(self):
         """Average the sparse gradients, through the process group."""

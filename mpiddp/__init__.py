@@ -27,6 +27,7 @@ _check_loaded_library()
 
 from torch.distributed import Backend as _Backend  # noqa: E402
 
+from mpiddp import compression  # noqa: E402
 from mpiddp.distributed import DistributedDataParallel  # noqa: E402
 from mpiddp.rendezvous import (  # noqa: E402
     BACKEND,
@@ -43,6 +44,7 @@ __all__ = [
     "DistributedDataParallel",
     "Topology",
     "compiled_against",
+    "compression",
     "destroy_process_group",
     "get_topology",
     "init_process_group",

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from mpiddp import verification
+from mpiddp import comm_hooks, verification
 from mpiddp.bucket import supported_dtypes
 from mpiddp.bucket_assignment import BucketAssignment
 from mpiddp.logger import Logger
@@ -98,6 +98,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     process_group: ProcessGroup
     _transport: str
+    logger: Logger
     reducer: Reducer  # type: ignore[assignment]  # answers to the same calls as torch's
 
     def __init__(
@@ -230,6 +231,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             group.return_channel(channel)
             raise
         weakref.finalize(self.reducer, group.return_channel, channel).atexit = False
+        # A wrapper that was copied or unpickled has its hook already.
+        for hook, _ in self.__dict__.get("_comm_hooks", ()):
+            self.reducer.compress(comm_hooks.wire_dtype(hook))
         self.logger = Logger(self.reducer, config.bucket_bytes_cap)
         self.reducer.set_logger(self.logger)
         self.logger.set_construction_data_and_log(
@@ -242,15 +246,51 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         )
         self._passing_sync_batchnorm_handle(self.module)
 
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Change how gradients travel. Overrides torch's method of this name.
+
+        Collective: all ranks register hooks of the same effect, before the first backward.
+
+        Args:
+            state: None or this module's process group.
+            hook: `mpiddp.compression.fp16` or `bf16`, or `fp16_compress_hook`,
+                `bf16_compress_hook` or `allreduce_hook` of
+                ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``. They are recognised
+                and done without Python, see `mpiddp.compression`.
+
+        Raises:
+            TypeError: `hook` is not callable.
+            ValueError: `state` is something else, or `hook` is annotated as no hook.
+            RuntimeError: a hook is registered already, gradients have been reduced, or the ranks
+                register different hooks (the error names them).
+            NotImplementedError: the hook is another one.
+        """
+        dtype = comm_hooks.wire_dtype(hook)
+        if self._comm_hooks:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once."
+            )
+        group = self.process_group
+        if state is not None and state is not group:
+            raise ValueError(
+                f"the state of {hook.__qualname__} must be None or the process group of this "
+                f"module, not {state!r}"
+            )
+        travel = "as they are" if dtype is None else f"as {dtype}"
+        verification.verify_equal_models(
+            group, {"how gradients travel": travel}, "register different communication hooks"
+        )
+        self.reducer.compress(dtype)
+        self.logger._set_comm_hook_name(hook.__qualname__)
+        # A process group cannot be copied or pickled; None is the world.
+        self._comm_hooks.append((hook, None if group is dist.group.WORLD else group))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Register what a built-in hook of torch does. Collective, see `register_comm_hook`."""
+        self.register_comm_hook(None, comm_hooks.builtin_hook(comm_hook_type))
+        self.logger._set_comm_hook_name(str(comm_hook_type))
+
     # What torch's wrapper offers and this version does not serve yet.
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
-        """Not served yet."""
-        _refuse("register_comm_hook()")
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> NoReturn:
-        """Not served yet."""
-        _refuse("_register_builtin_comm_hook()")
 
     def _register_buffer_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not served yet."""

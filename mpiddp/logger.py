@@ -77,6 +77,9 @@ class Logger:
         if reducer.has_rebuilt_buckets and "rebuilt_bucket_sizes" not in self._data.strs_map:
             self._data.strs_map["rebuilt_bucket_sizes"] = self._bucket_sizes()
 
+    def _set_comm_hook_name(self, name: str) -> None:
+        self._data.strs_map["comm_hook"] = name
+
     def set_error_and_log(self, message: str) -> None:
         """Note an error that the wrapper is about to raise."""
         self._data.strs_map["error"] = message

@@ -28,7 +28,11 @@ def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     }
 
 
-def verify_equal_models(process_group: ProcessGroup, description: Mapping[str, str]) -> None:
+def verify_equal_models(
+    process_group: ProcessGroup,
+    description: Mapping[str, str],
+    complaint: str = "construct different models",
+) -> None:
     """Raise on all ranks unless every rank gives the same description in the same order.
 
     Collective. Only digests travel while all is well.
@@ -36,6 +40,7 @@ def verify_equal_models(process_group: ProcessGroup, description: Mapping[str, s
     Args:
         process_group: the ranks to compare.
         description: what to compare, by the name that the error shall give.
+        complaint: what the ranks have done if these differ.
 
     Raises:
         RuntimeError: it names the first differences and their ranks.
@@ -50,8 +55,8 @@ def verify_equal_models(process_group: ProcessGroup, description: Mapping[str, s
         return
     everyone = process_group.allgather_objects(items)
     raise RuntimeError(
-        f"rank {process_group.rank()}: the ranks construct different models, so their gradients "
-        f"cannot be averaged. " + "; ".join(_differences(everyone)[:_SHOWN])
+        f"rank {process_group.rank()}: the ranks {complaint}, so their gradients cannot be "
+        f"averaged. " + "; ".join(_differences(everyone)[:_SHOWN])
     )
 
 
