@@ -10,7 +10,8 @@ thread at a time is that somebody, the holder of `progress_lock`:
 
 * the engine thread, while backward runs. Between steps it naps, because a thread
   that spins takes a core from the backward that it is meant to overlap with. The
-  nap doubles while nothing finishes and is cut short when work is submitted.
+  nap doubles while nothing finishes, until all waking in vain takes a hundredth of a
+  core at most, and is cut short when work is submitted.
 * the thread that waits at the end of backward. It announces itself (`waiters`),
   the engine thread goes to sleep, and the waiter tests without naps at first: it
   spins briefly, then yields, then sleeps, so that ranks that outnumber the cores
@@ -20,7 +21,13 @@ thread at a time is that somebody, the holder of `progress_lock`:
 
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdlib cimport calloc, free
-from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
+from posix.time cimport (
+    CLOCK_MONOTONIC,
+    CLOCK_THREAD_CPUTIME_ID,
+    clock_gettime,
+    nanosleep,
+    timespec,
+)
 
 from mpi4py.libmpi cimport MPI_COMM_NULL, MPI_SUCCESS, MPI_Comm
 
@@ -91,6 +98,8 @@ cdef enum:
     NANOSECONDS = 1000000000
 cdef double NAP_SHORTEST = 50e-6
 cdef double NAP_LONGEST = 200e-6
+cdef double NAP_LIMIT = 2e-3
+cdef double NAPS_TO_WAKING = 100
 cdef double SPIN = 20e-6
 cdef double SPIN_BEFORE_SLEEP = 50e-6
 cdef double YIELD = 1e-3
@@ -131,6 +140,13 @@ cdef size_t element_bytes(ElementType element) noexcept nogil:
 cdef double now() noexcept nogil:
     cdef timespec time
     clock_gettime(CLOCK_MONOTONIC, &time)
+    return <double>time.tv_sec + 1e-9 * <double>time.tv_nsec
+
+
+cdef double processor_time() noexcept nogil:
+    """Return the seconds that this thread has run."""
+    cdef timespec time
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time)
     return <double>time.tv_sec + 1e-9 * <double>time.tv_nsec
 
 
@@ -290,6 +306,9 @@ cdef int step_channels(EngineState *state, int helping) noexcept nogil:
 cdef void *engine_thread(void *argument) noexcept nogil:
     cdef EngineState *state = <EngineState *>argument
     cdef double nap = NAP_SHORTEST
+    cdef double longest = NAP_LONGEST
+    cdef double ran = processor_time()
+    cdef double running, waking = 0
     cdef timespec until
     cdef int advanced
     pthread_mutex_lock(&state.queue_lock)
@@ -297,6 +316,7 @@ cdef void *engine_thread(void *argument) noexcept nogil:
         if state.waiters or not state.pending:
             pthread_cond_wait(&state.wake, &state.queue_lock)
             nap = NAP_SHORTEST
+            ran = processor_time()
             continue
         pthread_mutex_unlock(&state.queue_lock)
         advanced = 0
@@ -305,7 +325,15 @@ cdef void *engine_thread(void *argument) noexcept nogil:
             advanced = step_channels(state, False)
             state.on_thread = 0
             pthread_mutex_unlock(&state.progress_lock)
-        nap = NAP_SHORTEST if advanced else min(2 * nap, NAP_LONGEST)
+        running = processor_time()
+        if advanced:
+            nap = NAP_SHORTEST
+        else:
+            # What one wake-up costs, averaged over the last few.
+            waking += 0.2 * (running - ran - waking)
+            longest = min(max(NAPS_TO_WAKING * waking, NAP_LONGEST), NAP_LIMIT)
+            nap = min(2 * nap, longest)
+        ran = running
         until = as_timespec(now() + nap)
         pthread_mutex_lock(&state.queue_lock)
         if not state.stop and not state.waiters:

@@ -61,5 +61,8 @@ cdef void announce(Transport *transport, Work *work) noexcept nogil
 cdef int all_arrived(SharedState *state, SharedBucket *bucket) noexcept nogil
 cdef int all_finished(SharedBucket *bucket) noexcept nogil
 cdef void finish_chunk(SharedState *state, SharedBucket *bucket) noexcept nogil
+cdef uint32_t load32(const uint32_t *counter) noexcept nogil
+cdef uint32_t add32(uint32_t *counter, uint32_t number) noexcept nogil
+cdef void ring(Bell *bell) noexcept nogil
 cdef unsigned int take_ticket(Transport *transport) noexcept nogil
 cdef void sleep(Transport *transport, unsigned int ticket, double seconds) noexcept nogil

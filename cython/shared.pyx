@@ -71,12 +71,21 @@ cdef extern from *:
     { syscall(SYS_futex, p, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
     static inline void mpiddp_full_fence(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
     """
-    uint32_t load32 "mpiddp_load32"(const uint32_t *) noexcept nogil
-    uint32_t add32 "mpiddp_add32"(uint32_t *, uint32_t) noexcept nogil
+    uint32_t inline_load32 "mpiddp_load32"(const uint32_t *) noexcept nogil
+    uint32_t inline_add32 "mpiddp_add32"(uint32_t *, uint32_t) noexcept nogil
     int swap32 "mpiddp_swap32"(uint32_t *, uint32_t, uint32_t) noexcept nogil
     void futex_wait "mpiddp_futex_wait"(uint32_t *, uint32_t, const timespec *) noexcept nogil
     void futex_wake_all "mpiddp_futex_wake_all"(uint32_t *) noexcept nogil
     void full_fence "mpiddp_full_fence"() noexcept nogil
+
+
+cdef uint32_t load32(const uint32_t *counter) noexcept nogil:
+    return inline_load32(counter)
+
+
+cdef uint32_t add32(uint32_t *counter, uint32_t number) noexcept nogil:
+    """Add and return the new value."""
+    return inline_add32(counter, number)
 
 
 cdef void ring(Bell *bell) noexcept nogil:

@@ -1,8 +1,8 @@
 from mpi4py import MPI
+from typing_extensions import Buffer
 
-class Mapping:
+class Mapping(Buffer):
     size: int
     def __init__(self, descriptor: int, size: int) -> None: ...
-    def __buffer__(self, flags: int, /) -> memoryview: ...
 
 def allocate(node: MPI.Comm, size: int) -> list[Mapping]: ...

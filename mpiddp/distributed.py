@@ -290,6 +290,22 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self.register_comm_hook(None, comm_hooks.builtin_hook(comm_hook_type))
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
+    def _default_broadcast_coalesced(
+        self,
+        bufs: list[torch.Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """Copy buffers from a rank to all. Collective. Overrides torch's method of this name."""
+        tensors = self.modules_buffers if bufs is None else bufs
+        if not tensors or self.process_group.size() == 1:
+            return
+        if authoritative_rank == 0 and self._transport != "mpi":
+            with torch.no_grad():
+                if self.process_group.broadcast_buffers(tensors):
+                    return
+        super()._default_broadcast_coalesced(tensors, bucket_size, authoritative_rank)
+
     # What torch's wrapper offers and this version does not serve yet.
 
     def _register_buffer_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # stub l
 
 from mpiddp import datatypes
 from mpiddp.abort import abort_job
+from mpiddp.buffer_broadcast import BufferBroadcast
 from mpiddp.engine import Channel, Engine
 from mpiddp.transport import open_channel
 
@@ -77,6 +78,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._channels: list[Channel] = []
         self._transports: list[str] = []
         self._leased: set[int] = set()
+        self._buffer_broadcast: BufferBroadcast | None = None
         self._name = ""
         communicator.Set_name("mpiddp")
 
@@ -114,12 +116,16 @@ class ProcessGroup(dist.ProcessGroup):
                     channel.transport.free()
                 channel.communicator.Free()
         self._channels.clear()
+        if self._buffer_broadcast is not None:
+            self._buffer_broadcast.free()
+            self._buffer_broadcast = None
         if self.communicator != MPI.COMM_NULL:
             self.communicator.Free()
 
     def forget_communicators(self) -> None:
         """Make shutdown free nothing, for an exit that is not collective. Not collective."""
         self._channels.clear()
+        self._buffer_broadcast = None
         self.communicator = MPI.COMM_NULL
 
     def abort(self) -> None:
@@ -136,7 +142,7 @@ class ProcessGroup(dist.ProcessGroup):
         for tensor in tensors:
             dense = self._dense(tensor)
             request = self.communicator.Ibcast(datatypes.buffer_of(dense), root=opts.rootRank)
-            self._wait(request, "broadcast", opts, dense)
+            self.wait_for(request, "broadcast", opts, dense)
             _write_back(dense, tensor)
         return _completed(tensors)
 
@@ -195,7 +201,7 @@ class ProcessGroup(dist.ProcessGroup):
                 datatypes.buffer_of(source),
                 [datatypes.buffer_of(flat)[0], counts, None, MPI.BYTE],
             )
-            self._wait(request, "all_gather", opts, source, flat)
+            self.wait_for(request, "all_gather", opts, source, flat)
             with torch.no_grad():
                 for part, piece in zip(output, torch.split(flat, counts), strict=True):
                     if part.numel():
@@ -221,7 +227,7 @@ class ProcessGroup(dist.ProcessGroup):
         request = self.communicator.Iallgather(
             datatypes.buffer_of(source), datatypes.buffer_of(target)[0]
         )
-        self._wait(request, "all_gather", opts, source, target)
+        self.wait_for(request, "all_gather", opts, source, target)
         _write_back(target, output)
         return _completed([output])
 
@@ -239,7 +245,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:
         """Wait until all ranks are here. Collective."""
-        self._wait(self.communicator.Ibarrier(), "barrier", opts)
+        self.wait_for(self.communicator.Ibarrier(), "barrier", opts)
         return _completed([])
 
     def allgather_objects(self, value: Result) -> list[Result]:
@@ -250,6 +256,15 @@ class ProcessGroup(dist.ProcessGroup):
         pieces = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
         self.allgather([pieces], [data])
         return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]
+
+    def broadcast_buffers(self, tensors: list[torch.Tensor]) -> bool:
+        """Make `tensors` equal to rank 0's in shared memory; return whether that was possible.
+
+        Collective.
+        """
+        if self._buffer_broadcast is None:
+            self._buffer_broadcast = BufferBroadcast(self, self.communicator)
+        return self._buffer_broadcast(tensors)
 
     # Queues for gradients.
 
@@ -318,7 +333,7 @@ class ProcessGroup(dist.ProcessGroup):
             datatypes.buffer_of(total, how.datatype),
             op=how.operation,
         )
-        self._wait(request, "all_reduce", opts, contribution, total)
+        self.wait_for(request, "all_reduce", opts, contribution, total)
         if kind == _AVG:
             _divide(total, self.size())
         _write_back(total, tensor)
@@ -353,8 +368,8 @@ class ProcessGroup(dist.ProcessGroup):
         ).coalesce()
         tensor.copy_(total)
 
-    def _wait(self, request: MPI.Request, name: str, opts: Any, *memory: torch.Tensor) -> None:
-        """Wait for `request`, which uses `memory`, at most for the timeout.
+    def wait_for(self, request: MPI.Request, name: str, opts: Any, *memory: torch.Tensor) -> None:
+        """Wait for `request` of the collective `name`, which uses `memory`. Not collective.
 
         The core is not burnt: with more ranks than cores the others need it to come here.
         """
@@ -367,15 +382,19 @@ class ProcessGroup(dist.ProcessGroup):
             waited = time.monotonic() - began
             if waited > limit:
                 _abandoned.append((request, memory))
-                raise RuntimeError(
-                    f"rank {self.rank()} of {self.size()}: {name} on process group "
-                    f"{self.group_name or 'world'!r} has waited {limit:g} s for other ranks. Did "
-                    f"all ranks call it, in the same order, and are they still alive?"
-                )
+                raise self.timed_out(name, limit)
             if waited < _YIELD_SECONDS:
                 os.sched_yield()
             else:
                 time.sleep(min(max(waited / 16, _SHORTEST_NAP), _LONGEST_NAP))
+
+    def timed_out(self, name: str, seconds: float) -> RuntimeError:
+        """Return the error of a collective `name` that waited in vain. Not collective."""
+        return RuntimeError(
+            f"rank {self.rank()} of {self.size()}: {name} on process group "
+            f"{self.group_name or 'world'!r} has waited {seconds:g} s for other ranks. Did "
+            f"all ranks call it, in the same order, and are they still alive?"
+        )
 
     def _limit(self, opts: Any) -> float:
         """Return the time limit in seconds: the call's own, or the group's."""

@@ -1,5 +1,7 @@
 """Buffers are those of rank 0 at each forward call, unless that is switched off."""
 
+import time
+
 import pytest
 import torch
 from models import mlp
@@ -156,3 +158,45 @@ def test_model_without_buffers():
     with together():
         for _ in range(2):
             wrapped(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+
+
+def test_two_forwards_before_a_backward():
+    """Buffers that are equal already are not written: autograd has saved them."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()
+    wrapped = DDP(model)
+    inputs = torch.randn(2, 3)
+    (wrapped(inputs) + wrapped(2 * inputs)).square().sum().backward()
+    assert model[0].weight.grad is not None
+    assert_same_bits([("gradient", model[0].weight.grad)])
+
+
+def test_buffers_of_growing_sizes():
+    """A later module with more buffers gets more memory, an earlier one still works."""
+    wrapped = []
+    for size in (3, 300, 70_000):
+        model = nn.Linear(1, 1)
+        model.register_buffer("table", torch.full((size,), float(RANK)))
+        model.register_buffer("odd", torch.full((3, 5), float(RANK)).t())
+        wrapped.append(DDP(model))
+    for step in range(3):
+        for each in wrapped:
+            for buffer in each.module.buffers():
+                buffer.fill_(RANK + step)
+            each(torch.ones(1, 1)).sum().backward()
+            with together():
+                for buffer in each.module.buffers():
+                    assert buffer.unique().tolist() == [step]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_rank_0_runs_ahead():
+    """It may be one forward ahead of the others, and no further."""
+    model = nn.Linear(1, 1)
+    model.register_buffer("table", torch.zeros(1000))
+    wrapped = DDP(model)
+    for step in range(6):
+        if RANK > 0:
+            time.sleep(0.01)
+        model.table.fill_(step if RANK == 0 else -1)
+        wrapped(torch.ones(1, 1))
+        assert model.table.unique().tolist() == [step]

@@ -17,7 +17,7 @@ import torch
 
 from mpiddp import kernels
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.once, pytest.mark.timeout(120)]
 
 VARIANTS = kernels.available()
 HALVES = [torch.float16, torch.bfloat16]

@@ -14,7 +14,7 @@ import pytest
 
 HEADERS = Path(__file__).parents[1] / "cython"
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.once, pytest.mark.slow, pytest.mark.timeout(300)]
 
 PROGRAM = r"""
 #include <stdio.h>

@@ -113,3 +113,17 @@ def test_settings_are_checked(chunk_bytes: int, window: int) -> None:
 
     with pytest.raises(ValueError, match="chunk_bytes" if window == 2 else "window"):
         LaneTransport(MPI.COMM_SELF, MPI.COMM_SELF, chunk_bytes=chunk_bytes, window=window)
+
+
+def test_buffers(group: dist.ProcessGroup) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    wrapped = DDP(model, process_group=group, transport="shared")
+    for _ in range(3):
+        with torch.no_grad():
+            for buffer in model.buffers():
+                buffer += RANK
+        wrapped(torch.randn(2, 3)).sum().backward()
+        wrapped.eval()
+        wrapped(torch.randn(2, 3))
+        wrapped.train()
+        assert_replicated(wrapped)
