@@ -98,7 +98,7 @@ cdef enum:
     NANOSECONDS = 1000000000
 cdef double NAP_SHORTEST = 50e-6
 cdef double NAP_LONGEST = 200e-6
-cdef double NAP_LIMIT = 2e-3
+cdef double NAP_LIMIT = 1e-3
 cdef double NAPS_TO_WAKING = 100
 cdef double SPIN = 20e-6
 cdef double SPIN_BEFORE_SLEEP = 50e-6

@@ -97,7 +97,7 @@ cdef class IallreduceTransport:
         OSError: no memory for the scratch chunks.
     """
 
-    def __cinit__(self, communicator, *, size_t chunk_bytes=1 << 20, size_t window=2):
+    def __cinit__(self, communicator, *, size_t chunk_bytes=1 << 19, size_t window=2):
         cdef size_t slot
         cdef void *memory = NULL
         if chunk_bytes == 0 or chunk_bytes % ALIGNMENT or chunk_bytes > 1 << 30:

@@ -13,7 +13,7 @@ from torch import nn
 from mpiddp import DistributedDataParallel as DDP
 from mpiddp.engine import Engine
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 19
 
 
 def size() -> int:
