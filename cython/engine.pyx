@@ -21,81 +21,44 @@ thread at a time is that somebody, the holder of `progress_lock`:
 
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdlib cimport calloc, free
-from posix.time cimport (
-    CLOCK_MONOTONIC,
-    CLOCK_THREAD_CPUTIME_ID,
-    clock_gettime,
-    nanosleep,
-    timespec,
-)
+from posix.time cimport CLOCK_MONOTONIC, timespec
 
 from mpi4py.libmpi cimport MPI_COMM_NULL, MPI_SUCCESS, MPI_Comm
 
 from mpiddp.errors cimport check, check_errno
 from mpiddp.memory import allocate_private
-
-
-cdef extern from "<pthread.h>" nogil:
-    ctypedef struct pthread_t:
-        pass
-    ctypedef struct pthread_mutex_t:
-        pass
-    ctypedef struct pthread_cond_t:
-        pass
-    ctypedef struct pthread_condattr_t:
-        pass
-    int pthread_create(pthread_t *, const void *, void *(*)(void *) noexcept nogil, void *)
-    int pthread_join(pthread_t, void **)
-    int pthread_mutex_init(pthread_mutex_t *, const void *)
-    int pthread_mutex_destroy(pthread_mutex_t *)
-    int pthread_mutex_lock(pthread_mutex_t *)
-    int pthread_mutex_trylock(pthread_mutex_t *)
-    int pthread_mutex_unlock(pthread_mutex_t *)
-    int pthread_condattr_init(pthread_condattr_t *)
-    int pthread_condattr_setclock(pthread_condattr_t *, int)
-    int pthread_condattr_destroy(pthread_condattr_t *)
-    int pthread_cond_init(pthread_cond_t *, const pthread_condattr_t *)
-    int pthread_cond_destroy(pthread_cond_t *)
-    int pthread_cond_signal(pthread_cond_t *)
-    int pthread_cond_wait(pthread_cond_t *, pthread_mutex_t *)
-    int pthread_cond_timedwait(pthread_cond_t *, pthread_mutex_t *, const timespec *)
-
-cdef extern from "<unistd.h>" nogil:
-    int getpid()
-
-cdef extern from "<sched.h>" nogil:
-    int sched_yield()
-
-cdef extern from *:
-    """
-    #include <signal.h>
-    #include <pthread.h>
-    static inline int mpiddp_load(const int *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
-    static inline void mpiddp_store(int *p, int v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-
-    /* A new thread inherits the signal mask: signals belong to Python's main thread. */
-    static int mpiddp_create_thread_without_signals(
-        pthread_t *thread, void *(*entry)(void *), void *argument)
-    {
-        sigset_t all, before;
-        int code;
-        sigfillset(&all);
-        code = pthread_sigmask(SIG_SETMASK, &all, &before);
-        if (code) return code;
-        code = pthread_create(thread, NULL, entry, argument);
-        pthread_sigmask(SIG_SETMASK, &before, NULL);
-        return code;
-    }
-    """
-    int load "mpiddp_load"(const int *) noexcept nogil
-    void store "mpiddp_store"(int *, int) noexcept nogil
-    int create_thread_without_signals "mpiddp_create_thread_without_signals"(
-        pthread_t *, void *(*)(void *) noexcept nogil, void *) nogil
+from mpiddp.system cimport (
+    as_timespec,
+    create_thread_without_signals,
+    getpid,
+    load,
+    now,
+    processor_time,
+    pthread_cond_destroy,
+    pthread_cond_init,
+    pthread_cond_signal,
+    pthread_cond_t,
+    pthread_cond_timedwait,
+    pthread_cond_wait,
+    pthread_condattr_destroy,
+    pthread_condattr_init,
+    pthread_condattr_setclock,
+    pthread_condattr_t,
+    pthread_join,
+    pthread_mutex_destroy,
+    pthread_mutex_init,
+    pthread_mutex_lock,
+    pthread_mutex_t,
+    pthread_mutex_trylock,
+    pthread_mutex_unlock,
+    pthread_t,
+    sched_yield,
+    sleep_for,
+    store,
+)
 
 
 # How long to nap and wait, in seconds; design.md has the measurements behind them.
-cdef enum:
-    NANOSECONDS = 1000000000
 cdef double NAP_SHORTEST = 50e-6
 cdef double NAP_LONGEST = 200e-6
 cdef double NAP_LIMIT = 1e-3
@@ -135,31 +98,6 @@ cdef size_t element_bytes(ElementType element) noexcept nogil:
     if element == ELEMENT_FLOAT64:
         return 8
     return 2
-
-
-cdef double now() noexcept nogil:
-    cdef timespec time
-    clock_gettime(CLOCK_MONOTONIC, &time)
-    return <double>time.tv_sec + 1e-9 * <double>time.tv_nsec
-
-
-cdef double processor_time() noexcept nogil:
-    """Return the seconds that this thread has run."""
-    cdef timespec time
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time)
-    return <double>time.tv_sec + 1e-9 * <double>time.tv_nsec
-
-
-cdef timespec as_timespec(double seconds) noexcept nogil:
-    cdef timespec time
-    time.tv_sec = <long>seconds
-    time.tv_nsec = <long>((seconds - <double>time.tv_sec) * NANOSECONDS)
-    return time
-
-
-cdef void sleep_for(double seconds) noexcept nogil:
-    cdef timespec time = as_timespec(seconds)
-    nanosleep(&time, NULL)
 
 
 cdef void fail(ChannelState *channel, int code) noexcept nogil:

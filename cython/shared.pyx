@@ -43,6 +43,7 @@ from mpiddp.engine cimport (
 from mpiddp.kernels cimport selected_kernels
 from mpiddp.memory import BucketMemory
 from mpiddp.shared_memory cimport Mapping
+from mpiddp.system cimport as_timespec
 
 
 cdef extern from *:
@@ -102,9 +103,7 @@ cdef unsigned int take_ticket(Transport *transport) noexcept nogil:
 
 cdef void sleep(Transport *transport, unsigned int ticket, double seconds) noexcept nogil:
     cdef Bell *bell = (<SharedState *>transport).bell
-    cdef timespec limit
-    limit.tv_sec = <long>seconds
-    limit.tv_nsec = <long>(1e9 * (seconds - <double>limit.tv_sec))
+    cdef timespec limit = as_timespec(seconds)
     add32(&bell.sleepers, 1)
     full_fence()
     futex_wait(&bell.rung, ticket, &limit)

@@ -7,7 +7,6 @@ rank that writes need not wait for those that still read the round before.
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, uint32_t
 from libc.string cimport memcmp, memcpy
-from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 import torch
 
@@ -15,6 +14,7 @@ from mpiddp import shared_memory
 from mpiddp.shared cimport load32, ring, add32, sleep, take_ticket
 from mpiddp.shared import make_bell
 from mpiddp.shared_memory cimport Mapping
+from mpiddp.system cimport now
 
 
 cdef enum:
@@ -22,12 +22,6 @@ cdef enum:
 
 cdef double SPIN = 50e-6
 cdef double SIGNAL_CHECK = 0.1
-
-
-cdef double now() noexcept nogil:
-    cdef timespec time
-    clock_gettime(CLOCK_MONOTONIC, &time)
-    return <double>time.tv_sec + 1e-9 * <double>time.tv_nsec
 
 
 cdef Py_ssize_t room(Py_ssize_t size) noexcept nogil:
