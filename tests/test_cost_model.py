@@ -20,8 +20,11 @@ MIB = 1 << 20
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
     yield importlib.import_module("cost_model")
-    sys.modules.pop("cost_model", None)
+    for name in ("cost_model", "scaling", "measuring"):
+        if name not in before:
+            sys.modules.pop(name, None)
 
 
 def wire_only(model: ModuleType, **changes: Any) -> Any:
@@ -190,3 +193,25 @@ def test_time_that_naps_stretch_ends_with_backward(model: ModuleType) -> None:
 def test_an_unknown_algorithm_is_an_error(model: ModuleType) -> None:
     with pytest.raises(ValueError, match="flat, hierarchical, ring"):
         model.bucket_cost(model.Machine(link=1e9), "tree", 1.0, 2, 1, 0.0)
+
+
+def test_predictions_to_16384_ranks(model: ModuleType) -> None:
+    scaling = importlib.import_module("scaling")
+    assert scaling.layout(16384) == (2048, 8)
+    assert scaling.layout(4) == (1, 4)
+    for machine in scaling.MACHINES.values():
+        flat, ours, ring = (scaling.predict(machine, algorithm) for algorithm in ALGORITHMS)
+        alone = scaling.FORWARD + scaling.BACKWARD
+        assert flat[0] == ours[0] == ring[0] == pytest.approx(alone)
+        assert all(
+            alone <= hierarchical <= other for hierarchical, other in zip(ours, flat, strict=True)
+        )
+        # Latency in proportion to the ranks is what ends a ring.
+        assert ring[-1] > flat[-1] > ours[-1]
+    assert "16384" in scaling.report()
+
+
+def test_the_plot_is_drawn(model: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    importlib.import_module("scaling").draw(tmp_path / "scaling.svg")
+    assert "<svg" in (tmp_path / "scaling.svg").read_text(encoding="utf-8")
