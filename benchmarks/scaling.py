@@ -104,7 +104,7 @@ def draw(path: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(RANKS[::2], [f"{ranks:,}" for ranks in RANKS[::2]], rotation=45)
-        axes.set_yticks([300, 400, 500, 700, 1000, 1500, 2000, 3000])
+        axes.set_yticks([300, 400, 500, 700, 1000, 1500, 2000, 3000, 5000])
         axes.get_yaxis().set_major_formatter("{x:g}")
         axes.get_yaxis().set_minor_formatter("")
         axes.set_title(f"{name}, {RANKS_OF_A_NODE} ranks a node", fontsize=9)
