@@ -76,7 +76,8 @@ class Traffic:
     Attributes:
         rounds_between: messages between nodes that wait for one another.
         rounds_inside: the same inside a node.
-        message: size of the largest message.
+        message: size of the largest message between nodes.
+        halving: whether messages between nodes are halved from round to round and doubled again.
         between: bytes that cross the node's link, each way.
         sequence: bytes that cross it one after another; more than `between` where the link
             idles in one direction meanwhile.
@@ -88,6 +89,7 @@ class Traffic:
     rounds_between: int
     rounds_inside: int
     message: float
+    halving: bool
     between: float
     sequence: float
     copied: float
@@ -131,6 +133,7 @@ def tree_traffic(size: float, nodes: int, ranks: int) -> Traffic:
         rounds_between=2 * between,
         rounds_inside=2 * inside,
         message=size,
+        halving=False,
         between=between * size,
         sequence=2 * between * size,
         copied=4 * (ranks - 1) * size + ranks * size,
@@ -150,15 +153,15 @@ def halving_traffic(size: float, nodes: int, ranks: int) -> Traffic:
     inside = 2 * (1 - 1 / ranks) * size
     between = 2 * (1 - 1 / nodes) * size
     rounds_between, rounds_inside = 2 * rounds(nodes), 2 * rounds(ranks)
-    message = size / 2 if everyone > 1 else 0.0
+    message = size / ranks / 2
     sequence = between
     copied = 2 * inside * ranks
     if everyone & (everyone - 1):
-        message = size
         if ranks > 1:
             rounds_inside += 2
             copied += 2 * size * ranks
         else:
+            message = size
             rounds_between += 2
             sequence += 2 * size
             between += size
@@ -166,6 +169,7 @@ def halving_traffic(size: float, nodes: int, ranks: int) -> Traffic:
         rounds_between=rounds_between,
         rounds_inside=rounds_inside,
         message=message,
+        halving=True,
         between=between,
         sequence=sequence,
         copied=copied + ranks * size,
@@ -186,6 +190,7 @@ def lanes_traffic(
         rounds_between=across.rounds_between,
         rounds_inside=1,
         message=across.message,
+        halving=across.halving,
         between=across.between,
         sequence=across.sequence,
         copied=(1 + ranks) * size,
@@ -204,6 +209,7 @@ def ring_traffic(size: float, nodes: int, ranks: int) -> Traffic:
         rounds_between=steps if nodes > 1 else 0,
         rounds_inside=0 if nodes > 1 else steps,
         message=size / everyone,
+        halving=False,
         between=passed if nodes > 1 else 0.0,
         sequence=passed if nodes > 1 else 0.0,
         copied=2 * passed * hops + ranks * size,
@@ -231,6 +237,17 @@ def busy_seconds(machine: Machine, traffic: Traffic, lanes: float = 1) -> float:
     return max(traffic.between * machine.headers / machine.link, cores)
 
 
+def asking_rounds(machine: Machine, traffic: Traffic) -> int:
+    """Return how many messages between nodes, one after another, ask their receiver first."""
+    if traffic.message <= machine.eager_limit:
+        return 0
+    if not traffic.halving:
+        return traffic.rounds_between
+    # In each direction, halving and doubling.
+    longer = math.ceil(math.log2(traffic.message / machine.eager_limit))
+    return min(traffic.rounds_between, 2 * longer)
+
+
 def latency_seconds(machine: Machine, traffic: Traffic, nap: float, lanes: float = 1) -> float:
     """Return how long an all-reduce takes that has the node for itself.
 
@@ -241,12 +258,10 @@ def latency_seconds(machine: Machine, traffic: Traffic, nap: float, lanes: float
         lanes: the ranks of a node that share its work; one lane has one rank's share.
     """
     noticed = nap + machine.overhead
-    inside = machine.latency_inside + noticed
-    between = machine.latency_between + noticed
-    if traffic.message > machine.eager_limit:
-        # The question, the answer and the data: each lies until somebody looks.
-        between += machine.rendezvous + 2 * nap
-    waits = traffic.rounds_between * between + traffic.rounds_inside * inside
+    waits = traffic.rounds_between * (machine.latency_between + noticed)
+    waits += traffic.rounds_inside * (machine.latency_inside + noticed)
+    # The question, the answer and the data: each lies until somebody looks.
+    waits += asking_rounds(machine, traffic) * (machine.rendezvous + 2 * nap)
     wire = traffic.sequence * max(machine.headers / machine.link, 1 / machine.stack)
     return waits + wire + lanes * work_seconds(machine, traffic)
 
@@ -326,7 +341,7 @@ def hierarchical(
         return flat(machine, size, nodes, 1, nap=nap, trees=trees, window=window)
     if nodes == 1:
         # Every rank adds its part of all buckets and writes the mean to all of them.
-        traffic = Traffic(0, 2, 0.0, 0.0, 0.0, ranks * size, (ranks - 1) * size, ranks)
+        traffic = Traffic(0, 2, 0.0, False, 0.0, 0.0, ranks * size, (ranks - 1) * size, ranks)
         return Cost(latency_seconds(machine, traffic, 0.0), 0.0)
     part = min(size, chunk)
     lanes = min(ranks, size / part)

@@ -107,6 +107,15 @@ def test_rabenseifner_latency_is_two_rounds_a_doubling(model: ModuleType) -> Non
         assert model.flat(machine, 8, 2**doublings, 1).total == pytest.approx(2 * doublings)
 
 
+def test_only_long_messages_ask_their_receiver(model: ModuleType) -> None:
+    machine = wire_only(model, link=1e30, rendezvous=1.0)
+    # Halves of 1 MB, and so on down to 128 KB, both ways; 64 KB goes without asking.
+    assert model.flat(machine, MIB, 1024, 1, window=1).total == pytest.approx(2 * 3)
+    # Inside the node the first three are exchanged, so that 64 KB are left.
+    assert model.flat(machine, MIB, 1024, 8, window=1).total == pytest.approx(0)
+    assert model.flat(machine, MIB, 2, 1, trees=True).total == pytest.approx(2)
+
+
 def test_ranks_beyond_a_power_of_two_cost_two_rounds_more(model: ModuleType) -> None:
     machine = wire_only(model, link=1e30, latency_between=1.0)
     assert model.flat(machine, 8, 5, 1).total == pytest.approx(2 * 3 + 2)
@@ -203,9 +212,9 @@ def test_predictions_to_16384_ranks(model: ModuleType) -> None:
         flat, ours, ring = (scaling.predict(machine, algorithm) for algorithm in ALGORITHMS)
         alone = scaling.FORWARD + scaling.BACKWARD
         assert flat[0] == ours[0] == ring[0] == pytest.approx(alone)
-        assert all(
-            alone <= hierarchical <= other for hierarchical, other in zip(ours, flat, strict=True)
-        )
+        assert min(ours) >= alone * (1 - 1e-9)
+        # A lane's messages between nodes are longer, so a few more of them ask first.
+        assert all(mine <= 1.01 * theirs for mine, theirs in zip(ours, flat, strict=True))
         # Latency in proportion to the ranks is what ends a ring.
         assert ring[-1] > flat[-1] > ours[-1]
     assert "16384" in scaling.report()
