@@ -1,6 +1,7 @@
 """The cost model at its limits, where the right answer is known. No MPI, no measurement."""
 
 import importlib
+import json
 import math
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,14 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     before = set(sys.modules)
     yield importlib.import_module("cost_model")
-    for name in ("cost_model", "scaling", "measuring"):
+    for name in (
+        "cost_model",
+        "check_cost_model",
+        "scaling",
+        "between_hosts",
+        "measuring",
+        "names",
+    ):
         if name not in before:
             sys.modules.pop(name, None)
 
@@ -224,3 +232,29 @@ def test_the_plot_is_drawn(model: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     importlib.import_module("scaling").draw(tmp_path / "scaling.svg")
     assert "<svg" in (tmp_path / "scaling.svg").read_text(encoding="utf-8")
+
+
+def test_comparison_with_what_was_measured(model: ModuleType, tmp_path: Path) -> None:
+    check = importlib.import_module("check_cost_model")
+    measured = {"latency_between": 3e-5, "latency_inside": 2e-6, "rendezvous": 5e-5, "stack": 1e9}
+    measured |= {"rank_copy": 5e9, "rank_sum": 5e9, "gloo_latency": 2e-4}
+    records = [
+        {"candidate": name, "synchronised": [1.0, 0.8, 1.2], "alone": [0.3, 0.3, 0.4]}
+        for name in check.ALGORITHM_NAMES
+    ]
+    result = {"nodes": 2, "gigabits": 1, "payload": 119e6, "mpi": "MPICH", "load": 0.0}
+    steps = [{**result, "ranks": ranks, "records": records} for ranks in (2, 4)]
+    parameters = [{"hosts": 2, "ranks": ranks, **measured} for ranks in (1, 2)]
+    file = tmp_path / "cost-model.json"
+    file.write_text(json.dumps({"parameters": parameters, "steps": steps}), encoding="utf-8")
+    cases = check.read([file])["cases"]
+    assert [case["algorithm"] for case in cases] == (
+        ["flat", "flat", "ring", "hierarchical", "flat", "ring"]
+    )
+    for case in cases:
+        assert case["measured"] == 1.0
+        assert case["backward"] == 0.3
+        # 46 MiB are on the wire when the second bucket is full at the latest.
+        assert 0.4 < case["predicted"] < 0.9
+        assert case["error"] == pytest.approx(case["predicted"] - 1)
+    assert "2 hosts x 2" in check.report(cases)
