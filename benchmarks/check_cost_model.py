@@ -25,8 +25,6 @@ from measuring import table
 from names import GLOO, OURS, OURS_MPI
 
 TARGET = 0.15
-LAYERS = 12
-LAYER_BYTES = 4 << 20
 ALGORITHM_NAMES = {OURS: "hierarchical", OURS_MPI: "flat", GLOO: "ring"}
 
 
@@ -54,7 +52,8 @@ def compare(result: dict[str, Any], measured: dict[str, float]) -> list[dict[str
     """Return measured and predicted step of each candidate of one layout at one rate."""
     nodes = result["nodes"]
     ranks = result["ranks"] // nodes
-    buckets = bucket_sizes([LAYER_BYTES] * LAYERS)
+    layers = result["parameters"]
+    buckets = bucket_sizes([result["bytes"] / layers] * layers)
     cases = []
     for record in result["records"]:
         # With one rank a host mpiddp takes the flat way by itself.

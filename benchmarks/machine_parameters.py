@@ -75,7 +75,7 @@ def slowest(action: Callable[[], object], repeats: int = REPEATS) -> float:
         MPI.COMM_WORLD.Barrier()
         began = time.perf_counter()
         action()
-        taken = MPI.COMM_WORLD.allreduce(time.perf_counter() - began, MPI.MAX)
+        taken = float(MPI.COMM_WORLD.allreduce(time.perf_counter() - began, MPI.MAX))
         if number:  # the first warms up
             samples.append(taken)
     return statistics.median(samples)

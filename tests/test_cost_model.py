@@ -242,7 +242,15 @@ def test_comparison_with_what_was_measured(model: ModuleType, tmp_path: Path) ->
         {"candidate": name, "synchronised": [1.0, 0.8, 1.2], "alone": [0.3, 0.3, 0.4]}
         for name in check.ALGORITHM_NAMES
     ]
-    result = {"nodes": 2, "gigabits": 1, "payload": 119e6, "mpi": "MPICH", "load": 0.0}
+    model_size = {"parameters": 12, "bytes": 48 * MIB}
+    result = {
+        **model_size,
+        "nodes": 2,
+        "gigabits": 1,
+        "payload": 119e6,
+        "mpi": "MPICH",
+        "load": 0.0,
+    }
     steps = [{**result, "ranks": ranks, "records": records} for ranks in (2, 4)]
     parameters = [{"hosts": 2, "ranks": ranks, **measured} for ranks in (1, 2)]
     file = tmp_path / "cost-model.json"
