@@ -24,9 +24,14 @@ from mpiddp.bucket import supported_dtypes
 from mpiddp.bucket_assignment import BucketAssignment
 from mpiddp.logger import Logger
 from mpiddp.reducer import Reducer
-from mpiddp.transport import requested_transport
+from mpiddp.transport import (
+    BUCKET_BYTES_BETWEEN_NODES,
+    requested_transport,
+    sends_messages,
+)
 
 if TYPE_CHECKING:
+    from mpiddp.engine import Channel
     from mpiddp.process_group import ProcessGroup
 
 # Arguments of torch's class that this version does not serve, with the value that is served.
@@ -66,7 +71,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         broadcast_buffers: deprecated by torch in favour of `forward_sync_buffers`.
         init_sync: whether the ranks' models are compared and rank 0's state is broadcast.
         process_group: a group of mpiddp; None is the world.
-        bucket_cap_mb: size of a bucket in MiB; None is 25 with a first bucket of 1.
+        bucket_cap_mb: size of a bucket in MiB; None is 25 inside a node and 4 where messages are
+            sent, with a first bucket of 1.
         find_unused_parameters: whether parameters may take no part in a loss. It costs nothing
             here and silences the error that otherwise names them.
         check_reduction: deprecated, ignored.
@@ -98,6 +104,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     process_group: ProcessGroup
     _transport: str
+    _default_bucket_sizes: bool
     logger: Logger
     reducer: Reducer  # type: ignore[assignment]  # answers to the same calls as torch's
 
@@ -139,6 +146,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         _check_process_group(process_group)
         # Read by _build_params_for_reducer, which torch's constructor calls.
         object.__setattr__(self, "_verify_models", bool(init_sync))
+        object.__setattr__(self, "_default_bucket_sizes", bucket_cap_mb is None)
         object.__setattr__(self, "_transport", requested_transport(transport))
         super().__init__(
             module,
@@ -204,17 +212,13 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     ) -> None:
         """Build reducer and logger. Collective. Overrides torch's method of this name."""
         group = self.process_group
-        config = self._bucket_config
-        limits = config.per_bucket_bytes_caps or (
-            config.first_bucket_bytes_cap,
-            config.bucket_bytes_cap,
-        )
         describe = _describer(parameters, param_to_name_mapping)
 
         def report_missing(missing: list[tuple[int, int]]) -> None:
             verification.raise_missing_gradients(group, missing, describe)
 
         channel = group.lease_channel(self._transport)
+        limits = self._bucket_size_limits(channel)
         try:
             self.reducer = Reducer(
                 parameters,
@@ -234,7 +238,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         # A wrapper that was copied or unpickled has its hook already.
         for hook, _ in self.__dict__.get("_comm_hooks", ()):
             self.reducer.compress(comm_hooks.wire_dtype(hook))
-        self.logger = Logger(self.reducer, config.bucket_bytes_cap)
+        self.logger = Logger(self.reducer, limits[-1])
         self.reducer.set_logger(self.logger)
         self.logger.set_construction_data_and_log(
             type(self.module).__name__,
@@ -305,6 +309,20 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 if self.process_group.broadcast_buffers(tensors):
                     return
         super()._default_broadcast_coalesced(tensors, bucket_size, authoritative_rank)
+
+    def _bucket_size_limits(self, channel: Channel) -> Sequence[int]:
+        """Return the sizes of the first, second ... bucket in bytes; the last holds for the rest.
+
+        Sizes that are given hold, as in torch's class. Else a first bucket of 1 MiB is followed
+        by torch's 25 MiB, where the ranks share memory, or by `BUCKET_BYTES_BETWEEN_NODES`.
+        """
+        config = self._bucket_config
+        if config.per_bucket_bytes_caps:
+            return config.per_bucket_bytes_caps
+        cap = config.bucket_bytes_cap
+        if self._default_bucket_sizes and sends_messages(channel):
+            cap = BUCKET_BYTES_BETWEEN_NODES
+        return [config.first_bucket_bytes_cap, cap]
 
     # What torch's wrapper offers and this version does not serve yet.
 

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 TRANSPORTS = ("auto", "shared", "mpi")
 TRANSPORT_VARIABLE = "MPIDDP_TRANSPORT"
 
+# Where a bucket is sent, the wire is idle until the first large one is full: 4 MiB instead of
+# torch's 25 took a fifth off a step between two hosts. Inside a node it makes no difference.
+BUCKET_BYTES_BETWEEN_NODES = 4 << 20
+
 # 0: progress is made from autograd's hooks alone. 1: by a thread. Unset: by a thread where
 # messages need it or cores are left over.
 PROGRESS_THREAD_VARIABLE = "MPIDDP_PROGRESS_THREAD"
@@ -84,6 +88,11 @@ def open_channel(engine: Engine, communicator: MPI.Comm, name: str) -> Channel:
             stacklevel=2,
         )
     return engine.open_channel(IallreduceTransport(communicator), communicator)
+
+
+def sends_messages(channel: Channel) -> bool:
+    """Whether gradients in this queue leave the memory that the ranks share. Not collective."""
+    return isinstance(channel.transport, IallreduceTransport | LaneTransport)
 
 
 def ranks_of_node(communicator: MPI.Comm) -> MPI.Comm:
