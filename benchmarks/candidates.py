@@ -70,11 +70,6 @@ class Candidate:
     end: Action = nothing
     averaged: Callable[[], list[torch.Tensor]] | None = None
 
-    @property
-    def has_buffers(self) -> bool:
-        """Whether the model has buffers, which its wrapper may synchronise."""
-        return next(self.model.buffers(), None) is not None
-
     def means(self) -> list[torch.Tensor]:
         """Return the averaged gradients after a synchronised step."""
         if self.averaged is not None:

@@ -44,6 +44,7 @@ cdef enum:
 
 _queue_callback = Variable._execution_engine.queue_callback
 _current_autograd_node = torch._C._current_autograd_node
+_strided = torch.strided
 
 # Buckets of reducers that went away while MPI could still write to them.
 _abandoned = []
@@ -239,7 +240,7 @@ cdef class Reducer:
         cdef ParameterState *state = &self.states[index]
         cdef Bucket bucket
         gradient = parameter.grad
-        brought = gradient is not None and not self._is_old(index, gradient)
+        brought = gradient is not None and not (self.before and self._is_old(index, gradient))
         if brought:
             state.used = True
         if not self.expecting:
@@ -285,7 +286,7 @@ cdef class Reducer:
         cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
         cdef char *address
         cdef bint plain
-        if gradient.dtype is not bucket.dtype or gradient.layout is not torch.strided:
+        if gradient.dtype is not bucket.dtype or gradient.layout is not _strided:
             self._refuse_gradient(index, gradient)
         address = <char *><size_t>gradient.data_ptr()
         if address == state.address and state.bytes:
@@ -419,8 +420,6 @@ cdef class Reducer:
         So it is below outputs that take no part in the loss; known with
         `find_unused_parameters` only.
         """
-        if not self.before:
-            return False
         old, version = self.before[index]
         return gradient is old and gradient._version == version
 
