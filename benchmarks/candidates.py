@@ -182,7 +182,8 @@ class Maker:
                 forward_sync_buffers=self.workload.buffers,
                 **arguments,
             )
-        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        # One that cannot be made is left out on all ranks, and the table says why.
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:  # say why below
             problem = str(error).splitlines()[0]
         problems = [other for other in MPI.COMM_WORLD.allgather(problem) if other]
         if problems or model is None:

@@ -198,13 +198,14 @@ cdef class LaneTransport:
         if drives:
             self.lane.Set_errhandler(MPI.ERRORS_RETURN)
         self.state.comm = <MPI_Comm><size_t>self.lane.handle
+        # Before what may fail on one rank alone: it is collective.
+        self.bell = make_bell(node, <size_t>&self.state.shared)
         check_errno(posix_memalign(&memory, CACHE_LINE, 4 * window * chunk_bytes), "posix_memalign")
         self.memory = <char *>memory
         for slot in range(window):
             self.state.sent[slot] = self.memory + 4 * slot * chunk_bytes
             self.state.received[slot] = self.memory + (4 * slot + 2) * chunk_bytes
             self.state.requests[slot] = MPI_REQUEST_NULL
-        self.bell = make_bell(node, <size_t>&self.state.shared)
         self.state.shared.transport.announce = announce_to_lane
         self.state.shared.transport.poll = poll
         self.state.shared.transport.advance = advance

@@ -27,7 +27,7 @@ def wire_dtype(hook: object) -> torch.dtype | None:
     Raises:
         TypeError: `hook` is not callable.
         ValueError: it is annotated as something else than a communication hook.
-        NotImplementedError: it is none of those that are served.
+        NotImplementedError: it is none of those served: hooks in Python are still to come.
     """
     if not callable(hook):
         raise TypeError("Communication hook must be callable.")
@@ -36,7 +36,7 @@ def wire_dtype(hook: object) -> torch.dtype | None:
             return dtype
     _check_annotations(hook)
     name = getattr(hook, "__qualname__", repr(hook))
-    raise NotImplementedError(
+    raise NotImplementedError(  # hooks in Python are still to come
         f"register_comm_hook() with the hook {name} is not served by this version of mpiddp; "
         f"served are {_SERVED}"
     )

@@ -99,7 +99,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             buffer is not on the CPU.
         RuntimeError: there is no process group, no parameter needs a gradient, or the ranks
             construct different models (the error names parameters and ranks).
-        NotImplementedError: an argument marked "not served yet" is used.
+        NotImplementedError: an argument marked "not served yet" is used: it is still to come.
     """
 
     process_group: ProcessGroup
@@ -267,7 +267,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             ValueError: `state` is something else, or `hook` is annotated as no hook.
             RuntimeError: a hook is registered already, gradients have been reduced, or the ranks
                 register different hooks (the error names them).
-            NotImplementedError: the hook is another one.
+            NotImplementedError: the hook is another one: hooks in Python are still to come.
         """
         dtype = comm_hooks.wire_dtype(hook)
         if self._comm_hooks:

@@ -517,7 +517,7 @@ class TestRegistration:
     )
     def test_hooks_that_are_not_served(self, unknown):
         wrapped = DDP(nn.Linear(3, 2))
-        with together(), pytest.raises(NotImplementedError) as caught:
+        with together(), pytest.raises(NotImplementedError) as caught:  # Python hooks: to come
             wrapped.register_comm_hook(None, unknown)
         with together():
             text = str(caught.value)

@@ -74,7 +74,7 @@ def test_skipped_alone():
     pass
 
 @mpi
-@pytest.mark.xfail(raises=ValueError)
+@pytest.mark.xfail(raises=ValueError, reason="the launcher is to count it as skipped")
 def test_expected_failure():
     raise ValueError
 """
@@ -148,7 +148,7 @@ def test_skipping_everything_is_refused(tmp_path):
     source = """
 @mpi
 def test_skips():
-    pytest.skip("not today")
+    pytest.skip("the launcher is to refuse a run in which all is skipped")
 """
     launched = Launched(tmp_path, source, "-n", "1")
     assert "every test was skipped" in launched.output
