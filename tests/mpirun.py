@@ -46,7 +46,9 @@ def run(
     `env` is added to the environment; a value of None removes the variable. After `timeout` seconds
     every process of the run is killed, and TimeoutError raised with the end of its output.
     """
-    merged: dict[str, str | None] = {**os.environ, **ENVIRONMENT, **(env or {})}
+    # Unbuffered, print writes a line and its end apart, and the ranks' lines mix.
+    inherited = {**os.environ, "PYTHONUNBUFFERED": None}
+    merged: dict[str, str | None] = {**inherited, **ENVIRONMENT, **(env or {})}
     command = [find(), "-n", str(n), sys.executable, *(os.fspath(arg) for arg in args)]
     # Files, not pipes: a rank that outlived its mpirun would keep a pipe open.
     with (
