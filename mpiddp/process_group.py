@@ -30,8 +30,8 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # stub l
 
 from mpiddp import datatypes
 from mpiddp.abort import abort_job
-from mpiddp.buffer_broadcast import BufferBroadcast
 from mpiddp.engine import Channel, Engine
+from mpiddp.state_broadcast import StateBroadcast
 from mpiddp.transport import open_channel
 
 Result = TypeVar("Result")
@@ -78,7 +78,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._channels: list[Channel] = []
         self._transports: list[str] = []
         self._leased: set[int] = set()
-        self._buffer_broadcast: BufferBroadcast | None = None
+        self._state_broadcast: StateBroadcast | None = None
         self._name = ""
         communicator.Set_name("mpiddp")
 
@@ -116,16 +116,16 @@ class ProcessGroup(dist.ProcessGroup):
                     channel.transport.free()
                 channel.communicator.Free()
         self._channels.clear()
-        if self._buffer_broadcast is not None:
-            self._buffer_broadcast.free()
-            self._buffer_broadcast = None
+        if self._state_broadcast is not None:
+            self._state_broadcast.free()
+            self._state_broadcast = None
         if self.communicator != MPI.COMM_NULL:
             self.communicator.Free()
 
     def forget_communicators(self) -> None:
         """Make shutdown free nothing, for an exit that is not collective. Not collective."""
         self._channels.clear()
-        self._buffer_broadcast = None
+        self._state_broadcast = None
         self.communicator = MPI.COMM_NULL
 
     def abort(self) -> None:
@@ -257,14 +257,14 @@ class ProcessGroup(dist.ProcessGroup):
         self.allgather([pieces], [data])
         return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]
 
-    def broadcast_buffers(self, tensors: list[torch.Tensor]) -> bool:
+    def broadcast_state(self, tensors: list[torch.Tensor]) -> bool:
         """Make `tensors` equal to rank 0's in shared memory; return whether that was possible.
 
         Collective.
         """
-        if self._buffer_broadcast is None:
-            self._buffer_broadcast = BufferBroadcast(self, self.communicator)
-        return self._buffer_broadcast(tensors)
+        if self._state_broadcast is None:
+            self._state_broadcast = StateBroadcast(self, self.communicator)
+        return self._state_broadcast(tensors)
 
     # Queues for gradients.
 
