@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from measuring import Record, ratio, show_ratio, table
-from models import EVEN, MODELS_BETWEEN_HOSTS
 from names import FLATTENED, GLOO, NAMES, OURS, OURS_MPI
+from workloads import EVEN, MODELS_BETWEEN_HOSTS
 
 HERE = Path(__file__).resolve().parent
 CLUSTER = HERE.parent / "tests" / "lab" / "cluster"

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from candidates import Candidate, LimitAlone, Maker
 from measuring import Record, describe_machine, exposed, quartiles, ratio, show_ratio, table
-from models import MODELS, MODELS_BETWEEN_HOSTS, Workload, seconds_of_parts, with_backward_of
 from mpi4py import MPI
 from names import GLOO, NAMES, OURS
+from workloads import MODELS, MODELS_BETWEEN_HOSTS, Workload, seconds_of_parts, with_backward_of
 
 import mpiddp
 
