@@ -31,6 +31,7 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # stub l
 from mpiddp import datatypes
 from mpiddp.abort import abort_job
 from mpiddp.buffer_broadcast import BufferBroadcast
+from mpiddp.compilation import run_as_it_is
 from mpiddp.engine import Channel, Engine
 from mpiddp.transport import open_channel
 
@@ -51,6 +52,7 @@ _LONGEST_NAP = 1e-3
 _abandoned: list[tuple[MPI.Request, tuple[torch.Tensor, ...]]] = []
 
 
+@run_as_it_is
 class ProcessGroup(dist.ProcessGroup):
     """The ranks of one communicator, as torch.distributed sees them.
 
