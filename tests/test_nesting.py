@@ -173,3 +173,47 @@ def test_wrappers_of_two_groups_at_a_time():
         with together():
             assert model.weight.grad.item() == sum(members) / len(members)
     dist.barrier()
+
+
+ATTRIBUTES = (
+    *("device_ids", "output_device", "device", "device_type", "dim", "is_multi_device_module"),
+    *("broadcast_buffers", "forward_sync_buffers", "find_unused_parameters", "static_graph"),
+    *("gradient_as_bucket_view", "require_backward_grad_sync", "require_forward_param_sync"),
+    *("bucket_bytes_cap", "bucket_bytes_cap_list", "parameters_to_ignore", "mixed_precision"),
+    *("_distributed_rank", "training"),
+)
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 3}, {"forward_sync_buffers": False}])
+def test_attributes(options, gloo):
+    """What scripts and libraries read from a wrapper, before and after steps with and without."""
+    pair = [
+        wrap(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), **group, **options)
+        for wrap, group in ((DDP, {"transport": "shared"}), (TorchDDP, {"process_group": gloo}))
+    ]
+
+    def seen(model):
+        values = {name: getattr(model, name) for name in ATTRIBUTES}
+        return values | {"will sync": model.will_sync_module_buffers()}
+
+    for step in range(3):
+        for model in pair:
+            if step == 1:
+                with model.no_sync():
+                    model(torch.ones(2, 2)).sum().backward()
+            else:
+                model(torch.ones(2, 2)).sum().backward()
+        with together():
+            assert seen(pair[0]) == seen(pair[1])
+
+
+def test_hooks_removed(gloo):
+    """Without them the gradients stay the rank's own."""
+    for model in (DDP(mlp(3, 2)), TorchDDP(mlp(3, 2), process_group=gloo)):
+        alone = copy.deepcopy(model.module)
+        model._remove_autograd_hooks()
+        x = torch.full((2, 3), float(RANK), dtype=torch.float64)
+        loss_of(model, x).backward()
+        loss_of(alone, x).backward()
+        with together():
+            assert_gradients_close(gradients_of(model), gradients_of(alone))
