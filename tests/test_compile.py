@@ -225,6 +225,7 @@ def test_buffers_are_still_synchronised(wrapper):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # of inductor's own
 def test_inductor():
     net = make_net(layers=4)
     wrapped = DDP(net, bucket_cap_mb=1)
