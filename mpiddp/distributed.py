@@ -22,6 +22,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from mpiddp import comm_hooks, verification
 from mpiddp.bucket import supported_dtypes
 from mpiddp.bucket_assignment import BucketAssignment
+from mpiddp.compilation import run_as_it_is
 from mpiddp.logger import Logger
 from mpiddp.reducer import Reducer
 from mpiddp.transport import (
@@ -55,6 +56,7 @@ _FLAGS = (
 )
 
 
+@run_as_it_is
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """Average the gradients of `module` over all ranks while backward runs.
 
@@ -224,6 +226,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
         channel = group.lease_channel(self._transport)
         limits = self._bucket_size_limits(channel)
+        self.bucket_bytes_cap = limits[-1]  # torch.compile ends its graphs where buckets end
         try:
             self.reducer = Reducer(
                 parameters,
