@@ -17,6 +17,7 @@ class Bucket:
     buffer: torch.Tensor | None
     dtype: torch.dtype
     sparse: bool
+    skipped: bool
     memory: BucketMemory | None
     staging: torch.Tensor | None
     converts: bool

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy
 import torch
 import torch.distributed as dist
+from torch.nn.parallel.distributed import _find_tensors
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from mpiddp import comm_hooks, verification
+from mpiddp import comm_hooks, joined, verification
 from mpiddp.bucket import supported_dtypes
 from mpiddp.bucket_assignment import BucketAssignment
 from mpiddp.logger import Logger
@@ -78,12 +79,14 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         check_reduction: deprecated, ignored.
         gradient_as_bucket_view: whether each ``.grad`` is a view into its bucket, which saves the
             gradients' memory and a copy.
-        static_graph: not served yet, must be False.
+        static_graph: whether every iteration computes the same graph. The first backward counts
+            how often each parameter is used; so several reentrant checkpoints may share one.
         delay_all_reduce_named_params: not served yet, must be None.
         param_to_hook_all_reduce: not served yet, must be None.
         mixed_precision: not served yet, must be None.
         device_mesh: not served yet, must be None.
-        skip_all_reduce_unused_params: accepted; unused parameters are reduced with the others.
+        skip_all_reduce_unused_params: whether buckets of which no rank has used any parameter in
+            the first iteration are left out of all later ones; using one then is an error.
         bucket_cap_mb_list: sizes of the single buckets in MiB.
         batched_grad_copy: accepted; it concerns GPUs.
         forward_sync_buffers: whether rank 0's buffers are copied to all ranks at each forward;
@@ -106,6 +109,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     _transport: str
     _default_bucket_sizes: bool
     logger: Logger
+    _divide_by_initial_world_size: bool
     reducer: Reducer  # type: ignore[assignment]  # answers to the same calls as torch's
 
     def __init__(
@@ -139,8 +143,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 _refuse(f"the argument {name}")
         _check_module(module)
         _check_flags(arguments)
-        if static_graph:
-            _refuse("static_graph=True")
         _check_devices(device_ids, output_device)
         _check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
         _check_process_group(process_group)
@@ -160,6 +162,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             find_unused_parameters=find_unused_parameters,
             check_reduction=check_reduction,
             gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             bucket_cap_mb_list=list(bucket_cap_mb_list) if bucket_cap_mb_list else None,
             batched_grad_copy=batched_grad_copy,
@@ -191,6 +194,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             "bucket_cap_mb_list": self.bucket_bytes_cap_list,
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
             "find_unused_parameters": self.find_unused_parameters,
+            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
             "forward_sync_buffers": self.forward_sync_buffers,
             "transport": self._transport,
         }
@@ -214,8 +218,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         group = self.process_group
         describe = _describer(parameters, param_to_name_mapping)
 
-        def report_missing(missing: list[tuple[int, int]]) -> None:
-            verification.raise_missing_gradients(group, missing, describe)
+        def report_missing(missing: list[tuple[int, int]], graph_is_static: bool) -> None:
+            verification.raise_missing_gradients(group, missing, describe, graph_is_static)
 
         channel = group.lease_channel(self._transport)
         limits = self._bucket_size_limits(channel)
@@ -230,6 +234,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 expect_sparse=expect_sparse_gradient,
                 find_unused_parameters=self.find_unused_parameters,
                 gradient_as_bucket_view=self.gradient_as_bucket_view,
+                skip_unused=self.skip_all_reduce_unused_params,
             )
         except BaseException:
             group.return_channel(channel)
@@ -324,23 +329,60 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             cap = BUCKET_BYTES_BETWEEN_NODES
         return [config.first_bucket_bytes_cap, cap]
 
+    # Uneven inputs, see joined.pyx. The rest of join() is torch's.
+
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool | None:
+        """Tell ranks that have joined whether to reduce. Overrides torch's method of this name.
+
+        Collective.
+        """
+        ranks = torch.tensor([float(not is_joined_rank and self.require_backward_grad_sync)])
+        dist.all_reduce(ranks, group=self.process_group)
+        self._ranks_to_reduce = int(ranks.item())
+        return self._ranks_to_reduce > 0 if is_joined_rank else None
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        """Reduce zeros in the backward of others. Collective. Overrides torch's method."""
+        divisor = self.process_group.size()
+        # Only the first of several joinables is told the number of ranks, as in torch.
+        if self._join_config.is_first_joinable and not self._divide_by_initial_world_size:
+            divisor = self._ranks_to_reduce
+        joined.begin(self.reducer, divisor)
+
+    def _match_unused_params_allreduce(self) -> None:
+        """Do nothing: the reduction itself tells who used what. Overrides torch's method."""
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        """Copy the last joiner's model to all. Collective. Overrides torch's method."""
+        joined.finish(self.reducer)
+        super()._sync_final_model(is_last_joiner)
+
+    # A static graph, see static_graph.pyx.
+
+    @property
+    def _static_graph_delay_allreduce_enqueued(self) -> bool:
+        """Whether torch's wrapper need not delay the first reduction: our reducer does it.
+
+        In torch's class an attribute that is copied along, so that a copy never reduces.
+        """
+        return True
+
+    @_static_graph_delay_allreduce_enqueued.setter
+    def _static_graph_delay_allreduce_enqueued(self, value: bool) -> None:
+        pass
+
+    def _post_forward(self, output: Any) -> Any:
+        """See where backward will begin. Not collective. Overrides torch's method."""
+        output = super()._post_forward(output)
+        if self.static_graph and torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.reducer.watch(list(_find_tensors(output)))
+        return output
+
     # What torch's wrapper offers and this version does not serve yet.
 
     def _register_buffer_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not served yet."""
         _refuse("_register_buffer_comm_hook()")
-
-    def _set_static_graph(self) -> NoReturn:
-        """Not served yet."""
-        _refuse("_set_static_graph()")
-
-    def join(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not served yet."""
-        _refuse("join()")
-
-    def join_hook(self, **kwargs: Any) -> NoReturn:
-        """Not served yet."""
-        _refuse("join_hook()")
 
     def _update_process_group(self, new_process_group: Any) -> NoReturn:
         """Not served yet."""

@@ -77,6 +77,12 @@ class Logger:
         if reducer.has_rebuilt_buckets and "rebuilt_bucket_sizes" not in self._data.strs_map:
             self._data.strs_map["rebuilt_bucket_sizes"] = self._bucket_sizes()
 
+    def _set_uneven_input_join(self) -> None:
+        self._data.ints_map["join_uneven_inputs"] = 1
+
+    def _set_static_graph(self) -> None:
+        self._data.ints_map["static_graph"] = 1
+
     def _set_comm_hook_name(self, name: str) -> None:
         self._data.strs_map["comm_hook"] = name
 

@@ -379,6 +379,8 @@ class ProcessGroup(dist.ProcessGroup):
         limit = self._limit(opts)
         began = time.monotonic()
         while not request.Test():
+            # Other ranks may wait for a bucket of this one before they come here.
+            self.engine.progress()
             waited = time.monotonic() - began
             if waited > limit:
                 _abandoned.append((request, memory))

@@ -167,7 +167,6 @@ class TestArguments:
 
 
 NOT_SERVED_ARGUMENTS: dict[str, Any] = {
-    "static_graph": True,
     "delay_all_reduce_named_params": [("weight", None)],
     "param_to_hook_all_reduce": nn.Parameter(torch.ones(1)),
     "mixed_precision": object(),
@@ -177,9 +176,6 @@ NOT_SERVED_ARGUMENTS: dict[str, Any] = {
 NOT_SERVED_METHODS: dict[str, Callable[[DDP], object]] = {
     "register_comm_hook": lambda m: m.register_comm_hook(None, lambda state, bucket: bucket),
     "_register_buffer_comm_hook": lambda m: m._register_buffer_comm_hook(None, print),
-    "_set_static_graph": lambda m: m._set_static_graph(),
-    "join": lambda m: m.join(),
-    "join_hook": lambda m: m.join_hook(),
     "_update_process_group": lambda m: m._update_process_group(dist.group.WORLD),
 }
 
