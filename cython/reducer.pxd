@@ -63,6 +63,13 @@ cdef class Reducer:
     cdef bint callback_queued
     cdef bint incomplete            # some rank missed some parameter in the last backward
     cdef readonly Py_ssize_t reductions
+    cdef readonly list unused               # parameters without a gradient in the last backward
+    # Of the last iteration, for the logger, in seconds on the monotonic clock.
+    cdef double forward_began
+    cdef double backward_began
+    cdef double communication_began         # the first bucket was launched
+    cdef double backward_ended
+    cdef double communication_ended
     cdef readonly Py_ssize_t iterations     # forward passes whose gradients were to be reduced
 
     cdef _register_hook(self, Py_ssize_t index)

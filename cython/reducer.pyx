@@ -42,6 +42,7 @@ from torch.autograd import Variable
 from mpiddp.bucket cimport INCOMPLETE, MISSED, Bucket
 from mpiddp.bucket import bytes_needed
 from mpiddp.engine cimport WAIT_TIMED_OUT, Channel, work_is_done
+from mpiddp.system cimport now
 from mpiddp.verification import raise_timed_out, raise_used_again
 
 
@@ -124,6 +125,7 @@ cdef class Reducer:
         self.set_aside = {}
         self.before = []
         self.missing = []
+        self.unused = []
         self.hooks = []
         self.handles = []
         self.states = <ParameterState *>calloc(max(count, 1), sizeof(ParameterState))
@@ -381,6 +383,8 @@ cdef class Reducer:
             if not bucket.sparse and not bucket.skipped:
                 bucket.fill_from_staging()
                 self.channel.submit(&bucket.work)
+            if self.next_bucket == 0:
+                self.communication_began = now()
             self.next_bucket += 1
         return 0
 
@@ -410,6 +414,7 @@ cdef class Reducer:
             else:
                 self._contribute_for_missing()
         self.launch_full_buckets()
+        self.backward_ended = now()
         self.incomplete = False
         for bucket in self.buckets:
             if bucket.sparse or bucket.skipped:
@@ -541,6 +546,8 @@ cdef class Reducer:
         for index in range(len(self.parameters)):
             self.states[index].used = False
         self._reset_counting()
+        self.unused = self.missing + self.never_used
+        self.communication_ended = now()
         if not self.gradient_as_bucket_view:
             self.gradients = [None] * len(self.parameters)
         self.set_aside.clear()
@@ -567,6 +574,7 @@ cdef class Reducer:
             RuntimeError: the previous backward did not end.
         """
         self.iterations += 1
+        self.forward_began = now()
         if self.divisor != self.process_group.size():
             self.set_divisor(self.process_group.size())
         if self.expecting and self.ready:
@@ -584,6 +592,7 @@ cdef class Reducer:
                 begins at them, also on a rank where it reaches no parameter at all.
         """
         self.expecting = True
+        self.backward_began = now()
         # Left over if the last backward raised: its callback never ran.
         self.callback_queued = False
         if self.static_graph and not self.ready:
@@ -701,6 +710,17 @@ cdef class Reducer:
         from mpiddp import static_graph
 
         static_graph.begin(self)
+
+    def last_moments(self):
+        """Return when the last iteration began and ended what, in seconds. Not collective.
+
+        Of forward the begin, of backward the begin, of communication the begin; of backward the
+        end, of communication the end.
+        """
+        return [
+            self.forward_began, self.backward_began, self.communication_began,
+            self.backward_ended, self.communication_ended,
+        ]
 
     def set_logger(self, logger):
         """Remember the wrapper's logger (weakly). Not collective."""

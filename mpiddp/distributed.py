@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _rank_not_in_group
 from torch.nn.parallel.distributed import _find_tensors
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from mpiddp import comm_hooks, joined, verification
 from mpiddp.bucket import supported_dtypes
 from mpiddp.bucket_assignment import BucketAssignment
+from mpiddp.communicator_group import group_of, is_communicator
 from mpiddp.logger import Logger
 from mpiddp.reducer import Reducer
 from mpiddp.transport import (
@@ -32,16 +34,10 @@ from mpiddp.transport import (
 )
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from mpiddp.engine import Channel
     from mpiddp.process_group import ProcessGroup
-
-# Arguments of torch's class that this version does not serve, with the value that is served.
-_NOT_SERVED = {
-    "delay_all_reduce_named_params": None,
-    "param_to_hook_all_reduce": None,
-    "mixed_precision": None,
-    "device_mesh": None,
-}
 
 _FLAGS = (
     "broadcast_buffers",
@@ -71,7 +67,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         dim: unused on the CPU, as in torch.
         broadcast_buffers: deprecated by torch in favour of `forward_sync_buffers`.
         init_sync: whether the ranks' models are compared and rank 0's state is broadcast.
-        process_group: a group of mpiddp; None is the world.
+        process_group: a group of mpiddp, or an mpi4py communicator of some of its ranks, whose
+            order counts; None is the world. Construction is collective over it.
         bucket_cap_mb: size of a bucket in MiB; None is 25 inside a node and 4 where messages are
             sent, with a first bucket of 1.
         find_unused_parameters: whether parameters may take no part in a loss. It costs nothing
@@ -81,10 +78,13 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             gradients' memory and a copy.
         static_graph: whether every iteration computes the same graph. The first backward counts
             how often each parameter is used; so several reentrant checkpoints may share one.
-        delay_all_reduce_named_params: not served yet, must be None.
-        param_to_hook_all_reduce: not served yet, must be None.
-        mixed_precision: not served yet, must be None.
-        device_mesh: not served yet, must be None.
+        delay_all_reduce_named_params: pairs of name and parameter that are averaged apart from
+            the others, in one all-reduce, when the gradient of `param_to_hook_all_reduce` is
+            there. All of torch's class.
+        param_to_hook_all_reduce: see `delay_all_reduce_named_params`.
+        mixed_precision: must be None: torch's code for it needs a GPU, and so fails in the first
+            forward of its own class on the CPU.
+        device_mesh: instead of `process_group`, a mesh of one dimension.
         skip_all_reduce_unused_params: whether buckets of which no rank has used any parameter in
             the first iteration are left out of all later ones; using one then is an error.
         bucket_cap_mb_list: sizes of the single buckets in MiB.
@@ -100,9 +100,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             some parameter's gradient cannot be averaged (the error names it).
         ValueError: a bucket size is negative, there is no such transport, or a parameter or
             buffer is not on the CPU.
-        RuntimeError: there is no process group, no parameter needs a gradient, or the ranks
-            construct different models (the error names parameters and ranks).
-        NotImplementedError: an argument marked "not served yet" is used: it is still to come.
+        RuntimeError: there is no process group, or two; no parameter needs a gradient;
+            `mixed_precision` is given; or the ranks construct different models (the error names
+            parameters and ranks).
     """
 
     process_group: ProcessGroup
@@ -110,6 +110,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     _default_bucket_sizes: bool
     logger: Logger
     _divide_by_initial_world_size: bool
+    # torch's constructor ends early, and before it sets this, if all parameters are delayed.
+    _lazy_init_ran = False
     reducer: Reducer  # type: ignore[assignment]  # answers to the same calls as torch's
 
     def __init__(
@@ -120,7 +122,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         dim: int = 0,
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | MPI.Comm | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
@@ -138,14 +140,14 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         transport: str | None = None,
     ) -> None:
         arguments = dict(locals())
-        for name, served in _NOT_SERVED.items():
-            if arguments[name] is not served:
-                _refuse(f"the argument {name}")
         _check_module(module)
         _check_flags(arguments)
         _check_devices(device_ids, output_device)
         _check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
-        _check_process_group(process_group)
+        _check_mixed_precision(mixed_precision)
+        if is_communicator(process_group):
+            process_group = group_of(process_group)
+        _check_process_group(process_group, device_mesh)
         # Read by _build_params_for_reducer, which torch's constructor calls.
         object.__setattr__(self, "_verify_models", bool(init_sync))
         object.__setattr__(self, "_default_bucket_sizes", bucket_cap_mb is None)
@@ -163,6 +165,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             check_reduction=check_reduction,
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            device_mesh=device_mesh,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             bucket_cap_mb_list=list(bucket_cap_mb_list) if bucket_cap_mb_list else None,
             batched_grad_copy=batched_grad_copy,
@@ -357,6 +362,51 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         joined.finish(self.reducer)
         super()._sync_final_model(is_last_joiner)
 
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Note statistics in the first 10 iterations, then every so many. Not collective.
+
+        Overrides torch's method of this name.
+
+        Raises:
+            ValueError: it is below 1.
+        """
+        if sample_rate < 1:
+            self._log_and_throw(
+                ValueError,
+                "DDP runtime logging sample rate should be equal or greater than 1",
+            )
+        self.logger.set_sample_rate(sample_rate)
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Average over another group from now on. Overrides torch's method of this name.
+
+        Collective over the new group; other ranks only take note. Call it between a backward
+        and the next forward.
+
+        Args:
+            new_process_group: a group of mpiddp or an mpi4py communicator.
+
+        Raises:
+            TypeError: it is no group of mpiddp.
+        """
+        self._has_rebuilt_buckets = False
+        if is_communicator(new_process_group):
+            new_process_group = group_of(new_process_group)
+        if _rank_not_in_group(new_process_group):
+            return
+        _check_process_group(new_process_group, None)
+        self.reducer._remove_autograd_hooks()
+        self.process_group = new_process_group
+        parameters, expect_sparse = super()._build_params_for_reducer()
+        for parameter in parameters:
+            if self.gradient_as_bucket_view and parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+        names = self._build_debug_param_to_name_mapping(parameters)
+        self._ddp_init_helper(parameters, expect_sparse, names, self.static_graph)
+        if self.static_graph:
+            self.reducer._set_static_graph()
+            self.logger._set_static_graph()
+
     # A static graph, see static_graph.pyx.
 
     @property
@@ -383,10 +433,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     def _register_buffer_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not served yet."""
         _refuse("_register_buffer_comm_hook()")
-
-    def _update_process_group(self, new_process_group: Any) -> NoReturn:
-        """Not served yet."""
-        _refuse("_update_process_group()")
 
 
 def _refuse(what: str) -> NoReturn:
@@ -452,7 +498,20 @@ def _check_devices(device_ids: object, output_device: object) -> None:
             )
 
 
-def _check_process_group(process_group: object) -> None:
+def _check_mixed_precision(mixed_precision: object) -> None:
+    if mixed_precision is not None:
+        raise RuntimeError(
+            "mixed_precision needs a GPU: torch's class on the CPU raises in its first forward "
+            '("cpu backend doesn\'t support events"). Use torch.autocast for the computation, and '
+            "mpiddp.compression.fp16 or bf16 with register_comm_hook for the gradients"
+        )
+
+
+def _check_process_group(process_group: object, device_mesh: Any) -> None:
+    if device_mesh is not None:
+        if process_group is not None or device_mesh.ndim != 1:
+            return  # torch says what is wrong with these
+        process_group = device_mesh.get_group(mesh_dim=0)
     if process_group is None:
         if not dist.is_initialized():
             raise RuntimeError("call mpiddp.init_process_group() before DistributedDataParallel")
