@@ -36,6 +36,7 @@ from torch.autograd import Variable
 from mpiddp.bucket cimport INCOMPLETE, MISSED, Bucket
 from mpiddp.bucket import bytes_needed
 from mpiddp.engine cimport WAIT_TIMED_OUT, Channel, work_is_done
+from mpiddp.python_hook import wait_for_all
 
 
 cdef enum:
@@ -110,6 +111,7 @@ cdef class Reducer:
         self.set_aside = {}
         self.before = []
         self.missing = []
+        self.post_backward_futures = []
         self.hooks = []
         self.handles = []
         self.states = <ParameterState *>calloc(max(count, 1), sizeof(ParameterState))
@@ -140,15 +142,14 @@ cdef class Reducer:
     def _build_buckets(self, assignment):
         """Make the buckets of `assignment`, a list of lists of parameter indices."""
         cdef Bucket bucket
-        cdef ParameterState *state
-        cdef Py_ssize_t index, position
+        cdef Py_ssize_t index
         old_views = self._views() if self.gradient_as_bucket_view else None
         members = [[self.parameters[index] for index in indices] for indices in assignment]
         sparse = [self.expect_sparse[indices[0]] for indices in assignment]
         memories = iter(
             self.channel.allocate(
                 [
-                    bytes_needed(some, self.compression)
+                    bytes_needed(some, self.compression, self.python_hook is not None)
                     for some, without in zip(members, sparse) if not without
                 ]
             )
@@ -164,29 +165,37 @@ cdef class Reducer:
                 sparse=without,
                 compression=self.compression,
                 gradients_are_views=self.gradient_as_bucket_view,
+                flags_only=self.python_hook is not None,
             )
             self.buckets.append(bucket)
-            for position, index in enumerate(indices):
-                state = &self.states[index]
-                state.bucket = bucket.index
-                state.position = position
-                parameter = self.parameters[index]
-                if bucket.sparse:
-                    state.layout = LAYOUT_SPARSE
-                    continue
-                view = bucket.views[position]
-                state.address = bucket.view_address(position)
-                state.bytes = view.numel() * view.element_size()
-                if parameter.is_complex():
-                    # A lazily conjugated gradient must not be copied by memcpy.
-                    state.layout = LAYOUT_GENERAL
-                elif view.is_contiguous():
-                    state.layout = LAYOUT_CONTIGUOUS
-                else:
-                    state.layout = LAYOUT_STRIDED
-                if old_views is not None and parameter.grad is not None:
-                    self._move_gradient(parameter, old_views[index], view)
+            self._find_views(bucket)
+            if old_views is not None and not bucket.sparse:
+                for index, view in zip(indices, bucket.views):
+                    if self.parameters[index].grad is not None:
+                        self._move_gradient(self.parameters[index], old_views[index], view)
         self._reset_counting()
+
+    def _find_views(self, Bucket bucket):
+        """Note where in `bucket` each gradient has its place."""
+        cdef ParameterState *state
+        cdef Py_ssize_t index, position
+        for position, index in enumerate(bucket.parameter_indices):
+            state = &self.states[index]
+            state.bucket = bucket.index
+            state.position = position
+            if bucket.sparse:
+                state.layout = LAYOUT_SPARSE
+                continue
+            view = bucket.views[position]
+            state.address = bucket.view_address(position)
+            state.bytes = view.numel() * view.element_size()
+            if view.is_complex():
+                # A lazily conjugated gradient must not be copied by memcpy.
+                state.layout = LAYOUT_GENERAL
+            elif view.is_contiguous():
+                state.layout = LAYOUT_CONTIGUOUS
+            else:
+                state.layout = LAYOUT_STRIDED
 
     def _views(self):
         """Return the view of each parameter, None where there is none."""
@@ -223,16 +232,31 @@ cdef class Reducer:
         Collective, unless `dtype` is None, for no compression.
 
         Raises:
-            RuntimeError: gradients have already been reduced.
+            RuntimeError: a backward pass is going on, or did not end.
         """
-        if self.reductions or self.ready:
-            raise RuntimeError(
-                "a communication hook must be registered before the first backward that "
-                "reduces gradients"
-            )
+        self._refuse_hook_in_backward()
         self.compression = dtype
         if dtype is not None:
             self._build_buckets([bucket.parameter_indices for bucket in self.buckets])
+
+    def call_hook(self, python_hook):
+        """Let an `mpiddp.python_hook.PythonHook` reduce gradients, see Note [Hooks in Python].
+
+        Collective.
+
+        Raises:
+            RuntimeError: a backward pass is going on, or did not end.
+        """
+        self._refuse_hook_in_backward()
+        self.python_hook = python_hook
+        self._build_buckets([bucket.parameter_indices for bucket in self.buckets])
+
+    def _refuse_hook_in_backward(self):
+        if self.ready:
+            raise RuntimeError(
+                "a communication hook cannot be registered during a backward pass, nor after "
+                "one that did not end"
+            )
 
     # The path of one gradient.
 
@@ -339,6 +363,8 @@ cdef class Reducer:
                 bucket.fill_from_staging()
                 self.channel.submit(&bucket.work)
             self.next_bucket += 1
+            if self.python_hook is not None:
+                self.python_hook.launch(self, bucket)
         return 0
 
     # The end of backward.
@@ -369,6 +395,9 @@ cdef class Reducer:
             if self.channel.wait(&bucket.work, self.timeout.total_seconds()) == WAIT_TIMED_OUT:
                 self._raise_timeout(bucket)
             self.incomplete |= bucket.flag(MISSED)
+            if self.python_hook is not None:
+                self.python_hook.finish(self, bucket)
+                self._find_views(bucket)        # a hook that resizes the buffer moves it
             bucket.read_into_staging()
             if bucket.flag(INCOMPLETE):
                 self._write_where_used(bucket)
@@ -377,6 +406,9 @@ cdef class Reducer:
                     self.copy_out(index)
         if self.has_sparse:
             self._reduce_sparse()
+        if self.post_backward_futures:
+            futures, self.post_backward_futures = self.post_backward_futures, []
+            wait_for_all(futures, self.process_group.rank(), self.timeout)
         self._after_reduction()
 
     def _contribute_for_missing(self):
@@ -468,9 +500,14 @@ cdef class Reducer:
         self.process_group.allreduce([flags]).wait()
         self.incomplete |= flags[missed].item() > 0
         for position, index in enumerate(sparse):
+            parameter = self.parameters[index]
+            if self.python_hook is not None:
+                total = self.python_hook.finish(self, self.buckets[self.states[index].bucket])
+                if flags[position]:
+                    parameter.grad = total
+                continue
             if not flags[position]:
                 continue
-            parameter = self.parameters[index]
             gradient = parameter.grad
             if gradient is None:
                 gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
@@ -495,13 +532,17 @@ cdef class Reducer:
         if not self.incomplete:
             self.missing = []
 
-    def _raise_timeout(self, Bucket bucket):
+    def describe_bucket(self, Bucket bucket):
+        """Return what to call a bucket in errors. Not collective."""
         names = [self.describe_parameter(index) for index in bucket.parameter_indices]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return f"gradient bucket {bucket.index} ({shown})"
+
+    def _raise_timeout(self, Bucket bucket):
         raise RuntimeError(
-            f"rank {self.process_group.rank()}: the all-reduce of gradient bucket "
-            f"{bucket.index} ({shown}) has waited {self.timeout.total_seconds():g} s for other "
-            f"ranks. Likely causes: a rank skipped this backward pass or left the training "
+            f"rank {self.process_group.rank()}: the all-reduce of "
+            f"{self.describe_bucket(bucket)} has waited {self.timeout.total_seconds():g} s for "
+            f"other ranks. Likely causes: a rank skipped this backward pass or left the training "
             f"loop early (uneven numbers of batches), a rank has failed or hangs elsewhere, or "
             f"one rank is far slower (then raise the timeout of init_process_group)."
         )
@@ -587,6 +628,22 @@ cdef class Reducer:
     def _autograd_hook(self, Py_ssize_t index):
         """Mark parameter `index` ready, as its own hook would. Not collective."""
         self.parameter_ready(index, self.parameters[index])
+
+    def _run_comm_hook(self, bucket):
+        """Call the hook for a GradBucket and return its future. Collective if the hook is."""
+        return (self.python_hook or self._run_allreduce_hook)(bucket)
+
+    def _run_allreduce_hook(self, bucket):
+        """Sum the buffer of a GradBucket over all ranks in place; return a future of it.
+
+        Collective.
+        """
+        work = self.process_group.allreduce([bucket.buffer()])
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def _install_post_backward_futures(self, futures):
+        """Wait for `futures` too at the end of the next backward. Not collective."""
+        self.post_backward_futures.extend(futures)
 
     def set_logger(self, logger):
         """Remember the wrapper's logger (weakly). Not collective."""

@@ -175,8 +175,6 @@ NOT_SERVED_ARGUMENTS: dict[str, Any] = {
 }
 
 NOT_SERVED_METHODS: dict[str, Callable[[DDP], object]] = {
-    "register_comm_hook": lambda m: m.register_comm_hook(None, lambda state, bucket: bucket),
-    "_register_buffer_comm_hook": lambda m: m._register_buffer_comm_hook(None, print),
     "_set_static_graph": lambda m: m._set_static_graph(),
     "join": lambda m: m.join(),
     "join_hook": lambda m: m.join_hook(),
