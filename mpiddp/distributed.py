@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from mpiddp import comm_hooks, verification
+from mpiddp import comm_hooks, optimizer_in_backward, verification
 from mpiddp.bucket import supported_dtypes
 from mpiddp.bucket_assignment import BucketAssignment
 from mpiddp.logger import Logger
@@ -308,8 +308,22 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     def _install_copied_hooks(self) -> None:
         """Install the hook of a wrapper that was copied or unpickled."""
-        for hook, state in self.__dict__.get("_comm_hooks", ()):
+        hooks = self.__dict__.get("_comm_hooks", [])
+        # Optimizers in backward are of the parameters, and not copied with them.
+        hooks[:] = [own for own in hooks if own[0] is not optimizer_in_backward.step_on_mean]
+        for hook, state in hooks:
             self._install_hook(hook, state)
+
+    def _lazy_init(self) -> None:
+        """Set up what the first forward finds. Overrides torch's method of this name.
+
+        Collective if there is something; so it waits for a forward that all ranks take.
+        """
+        if torch.is_grad_enabled():
+            super()._lazy_init()
+
+    def _setup_in_backward_optimizers(self) -> None:
+        optimizer_in_backward.set_up(self)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """Register what a built-in hook of torch does. Collective, see `register_comm_hook`."""
