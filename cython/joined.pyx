@@ -38,18 +38,43 @@ def begin(Reducer reducer not None, double divisor):
     reducer.set_divisor(divisor)
     reducer.kept = []
     for bucket in reducer.buckets:
-        if bucket.sparse or bucket.skipped:
+        if bucket.skipped:
             continue
-        # With views, `.grad` is in this memory, unless it is in `staging`.
-        if reducer.gradient_as_bucket_view and bucket.staging is None:
-            reducer.kept.append((bucket.buffer, bucket.buffer.clone()))
-        memset(bucket.work.data, 0, bucket.work.count * element_bytes(bucket.work.element))
-        bucket.set_flag(INCOMPLETE, True)
-        reducer.channel.submit(&bucket.work)
+        if not bucket.sparse:
+            _submit_zeros(reducer, bucket)
+        if reducer.python_hook is not None:
+            _launch(reducer, bucket)
     if reducer.has_sparse:
         # These go through the process group: their turn is now.
         _wait(reducer)
         reducer._reduce_sparse(True)
+
+
+cdef _submit_zeros(Reducer reducer, Bucket bucket):
+    if reducer.gradient_as_bucket_view:
+        # Where `.grad` is in memory that is overwritten now.
+        if bucket.staging is None:
+            reducer.kept.append((bucket, bucket.buffer.clone()))
+        elif bucket.flags_only:
+            reducer.kept.append((bucket, bucket.staging.clone()))
+    if bucket.flags_only:
+        bucket.staging.zero_()
+    memset(bucket.work.data, 0, bucket.work.count * element_bytes(bucket.work.element))
+    bucket.set_flag(INCOMPLETE, True)
+    reducer.channel.submit(&bucket.work)
+
+
+cdef _launch(Reducer reducer, Bucket bucket):
+    """Call the communication hook as the other ranks do, with zeros."""
+    if not bucket.sparse:
+        reducer.python_hook.launch(reducer, bucket)
+        return
+    parameter = reducer.parameters[bucket.parameter_indices[0]]
+    gradient, parameter.grad = parameter.grad, None
+    try:
+        reducer.python_hook.launch(reducer, bucket)
+    finally:
+        parameter.grad = gradient
 
 
 cdef _wait(Reducer reducer):
@@ -69,10 +94,16 @@ def finish(Reducer reducer not None):
         RuntimeError: an all-reduce failed, or some rank did not take part in it within the
             group's timeout.
     """
+    cdef Bucket bucket
     if reducer.kept is None:
         return
     _wait(reducer)
-    for buffer, content in reducer.kept:
-        buffer.copy_(content)
+    if reducer.python_hook is not None:
+        for bucket in reducer.buckets:
+            if not bucket.sparse and not bucket.skipped:
+                reducer.python_hook.finish(reducer, bucket)
+                reducer._find_views(bucket)
+    for bucket, content in reducer.kept:
+        (bucket.staging if bucket.flags_only else bucket.buffer).copy_(content)
     reducer.kept = None
     reducer._after_reduction()

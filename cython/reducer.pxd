@@ -33,6 +33,8 @@ cdef class Reducer:
     cdef readonly bint gradient_as_bucket_view
     cdef readonly bint has_rebuilt_buckets
     cdef readonly object compression    # the 16-bit dtype of float32 and float64, or None
+    cdef readonly object python_hook    # None, or what moves the gradients
+    cdef list post_backward_futures     # of hooks of the buffers
     cdef object assign_buckets
     cdef object describe_parameter
     cdef object report_missing

@@ -43,6 +43,7 @@ from mpiddp.bucket cimport INCOMPLETE, MISSED, Bucket
 from mpiddp.bucket import bytes_needed
 from mpiddp.engine cimport WAIT_TIMED_OUT, Channel, work_is_done
 from mpiddp.system cimport now
+from mpiddp.python_hook import wait_for_all
 from mpiddp.verification import raise_timed_out, raise_used_again
 
 
@@ -126,6 +127,7 @@ cdef class Reducer:
         self.before = []
         self.missing = []
         self.unused = []
+        self.post_backward_futures = []
         self.hooks = []
         self.handles = []
         self.states = <ParameterState *>calloc(max(count, 1), sizeof(ParameterState))
@@ -158,15 +160,14 @@ cdef class Reducer:
     def _build_buckets(self, assignment):
         """Make the buckets of `assignment`, a list of lists of parameter indices."""
         cdef Bucket bucket
-        cdef ParameterState *state
-        cdef Py_ssize_t index, position
+        cdef Py_ssize_t index
         old_views = self._views() if self.gradient_as_bucket_view else None
         members = [[self.parameters[index] for index in indices] for indices in assignment]
         sparse = [self.expect_sparse[indices[0]] for indices in assignment]
         memories = iter(
             self.channel.allocate(
                 [
-                    bytes_needed(some, self.compression)
+                    bytes_needed(some, self.compression, self.python_hook is not None)
                     for some, without in zip(members, sparse) if not without
                 ]
             )
@@ -182,35 +183,45 @@ cdef class Reducer:
                 sparse=without,
                 compression=self.compression,
                 gradients_are_views=self.gradient_as_bucket_view,
+                flags_only=self.python_hook is not None,
             )
             self.buckets.append(bucket)
             bucket.skipped = self.unused_everywhere.issuperset(indices)
-            for position, index in enumerate(indices):
-                state = &self.states[index]
-                state.bucket = bucket.index
-                state.position = position
-                parameter = self.parameters[index]
-                if bucket.skipped:
-                    state.expected = 0
-                if bucket.sparse:
-                    state.layout = LAYOUT_SPARSE
-                    continue
-                view = bucket.views[position]
-                state.address = bucket.view_address(position)
-                state.bytes = view.numel() * view.element_size()
-                if parameter.is_complex():
-                    # A lazily conjugated gradient must not be copied by memcpy.
-                    state.layout = LAYOUT_GENERAL
-                elif view.is_contiguous():
-                    state.layout = LAYOUT_CONTIGUOUS
-                else:
-                    state.layout = LAYOUT_STRIDED
-                if old_views is not None and parameter.grad is not None:
-                    self._move_gradient(parameter, old_views[index], view)
+            self._find_views(bucket)
+            if old_views is not None and not bucket.sparse:
+                for index, view in zip(indices, bucket.views):
+                    if self.parameters[index].grad is not None:
+                        self._move_gradient(self.parameters[index], old_views[index], view)
+        for bucket in self.buckets:
+            if bucket.skipped:
+                for index in bucket.parameter_indices:
+                    self.states[index].expected = 0
         self.never_used = [
             index for index in range(len(self.parameters)) if self.states[index].expected == 0
         ]
         self._reset_counting()
+
+    def _find_views(self, Bucket bucket):
+        """Note where in `bucket` each gradient has its place."""
+        cdef ParameterState *state
+        cdef Py_ssize_t index, position
+        for position, index in enumerate(bucket.parameter_indices):
+            state = &self.states[index]
+            state.bucket = bucket.index
+            state.position = position
+            if bucket.sparse:
+                state.layout = LAYOUT_SPARSE
+                continue
+            view = bucket.views[position]
+            state.address = bucket.view_address(position)
+            state.bytes = view.numel() * view.element_size()
+            if view.is_complex():
+                # A lazily conjugated gradient must not be copied by memcpy.
+                state.layout = LAYOUT_GENERAL
+            elif view.is_contiguous():
+                state.layout = LAYOUT_CONTIGUOUS
+            else:
+                state.layout = LAYOUT_STRIDED
 
     def _views(self):
         """Return the view of each parameter, None where there is none."""
@@ -247,16 +258,31 @@ cdef class Reducer:
         Collective, unless `dtype` is None, for no compression.
 
         Raises:
-            RuntimeError: gradients have already been reduced.
+            RuntimeError: a backward pass is going on, or did not end.
         """
-        if self.reductions or self.ready:
-            raise RuntimeError(
-                "a communication hook must be registered before the first backward that "
-                "reduces gradients"
-            )
+        self._refuse_hook_in_backward()
         self.compression = dtype
         if dtype is not None:
             self._build_buckets([bucket.parameter_indices for bucket in self.buckets])
+
+    def call_hook(self, python_hook):
+        """Let an `mpiddp.python_hook.PythonHook` reduce gradients, see Note [Hooks in Python].
+
+        Collective.
+
+        Raises:
+            RuntimeError: a backward pass is going on, or did not end.
+        """
+        self._refuse_hook_in_backward()
+        self.python_hook = python_hook
+        self._build_buckets([bucket.parameter_indices for bucket in self.buckets])
+
+    def _refuse_hook_in_backward(self):
+        if self.ready:
+            raise RuntimeError(
+                "a communication hook cannot be registered during a backward pass, nor after "
+                "one that did not end"
+            )
 
     # The path of one gradient.
 
@@ -386,6 +412,8 @@ cdef class Reducer:
             if self.next_bucket == 0:
                 self.communication_began = now()
             self.next_bucket += 1
+            if self.python_hook is not None and not bucket.skipped:
+                self.python_hook.launch(self, bucket)
         return 0
 
     # The end of backward.
@@ -421,6 +449,9 @@ cdef class Reducer:
                 continue
             self.wait_for(bucket)
             self.incomplete |= bucket.flag(MISSED)
+            if self.python_hook is not None:
+                self.python_hook.finish(self, bucket)
+                self._find_views(bucket)        # a hook that resizes the buffer moves it
             bucket.read_into_staging()
             if bucket.flag(INCOMPLETE):
                 self._write_where_used(bucket)
@@ -429,12 +460,15 @@ cdef class Reducer:
                     self.copy_out(index)
         if self.has_sparse:
             self._reduce_sparse(False)
+        if self.post_backward_futures:
+            futures, self.post_backward_futures = self.post_backward_futures, []
+            wait_for_all(futures, self.process_group.rank(), self.timeout)
         self._after_reduction()
 
     cdef int wait_for(self, Bucket bucket) except -1:
         """Wait for the mean of a bucket; see what it says of parameters that no rank used."""
         if self.channel.wait(&bucket.work, self.timeout.total_seconds()) == WAIT_TIMED_OUT:
-            self._raise_timeout(bucket)
+            raise_timed_out(self.process_group, self.describe_bucket(bucket))
         if self.skip_unused and not self.has_rebuilt_buckets:
             for position, index in enumerate(bucket.parameter_indices):
                 if not bucket.flag(position):
@@ -529,9 +563,14 @@ cdef class Reducer:
         self.process_group.allreduce([flags]).wait()
         self.incomplete |= flags[missed].item() > 0
         for position, index in enumerate(sparse):
+            parameter = self.parameters[index]
+            if self.python_hook is not None:
+                total = self.python_hook.finish(self, self.buckets[self.states[index].bucket])
+                if flags[position] and not joined:
+                    parameter.grad = total
+                continue
             if not flags[position]:
                 continue
-            parameter = self.parameters[index]
             gradient = None if joined else parameter.grad
             if gradient is None:
                 gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
@@ -559,11 +598,11 @@ cdef class Reducer:
         if not self.incomplete:
             self.missing = []
 
-    def _raise_timeout(self, Bucket bucket):
-        raise_timed_out(
-            self.process_group, bucket.index,
-            [self.describe_parameter(index) for index in bucket.parameter_indices],
-        )
+    def describe_bucket(self, Bucket bucket):
+        """Return what to call a bucket in errors. Not collective."""
+        names = [self.describe_parameter(index) for index in bucket.parameter_indices]
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return f"gradient bucket {bucket.index} ({shown})"
 
     # What torch's wrapper calls.
 
@@ -721,6 +760,22 @@ cdef class Reducer:
             self.forward_began, self.backward_began, self.communication_began,
             self.backward_ended, self.communication_ended,
         ]
+
+    def _run_comm_hook(self, bucket):
+        """Call the hook for a GradBucket and return its future. Collective if the hook is."""
+        return (self.python_hook or self._run_allreduce_hook)(bucket)
+
+    def _run_allreduce_hook(self, bucket):
+        """Sum the buffer of a GradBucket over all ranks in place; return a future of it.
+
+        Collective.
+        """
+        work = self.process_group.allreduce([bucket.buffer()])
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def _install_post_backward_futures(self, futures):
+        """Wait for `futures` too at the end of the next backward. Not collective."""
+        self.post_backward_futures.extend(futures)
 
     def set_logger(self, logger):
         """Remember the wrapper's logger (weakly). Not collective."""

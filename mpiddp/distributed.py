@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -21,11 +21,12 @@ from torch.distributed.distributed_c10d import _rank_not_in_group
 from torch.nn.parallel.distributed import _find_tensors
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from mpiddp import comm_hooks, joined, verification
+from mpiddp import comm_hooks, joined, optimizer_in_backward, verification
 from mpiddp.bucket import supported_dtypes
 from mpiddp.bucket_assignment import BucketAssignment
 from mpiddp.communicator_group import group_of, is_communicator
 from mpiddp.logger import Logger
+from mpiddp.python_hook import PythonHook, hook_name
 from mpiddp.reducer import Reducer
 from mpiddp.transport import (
     BUCKET_BYTES_BETWEEN_NODES,
@@ -245,9 +246,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             group.return_channel(channel)
             raise
         weakref.finalize(self.reducer, group.return_channel, channel).atexit = False
-        # A wrapper that was copied or unpickled has its hook already.
-        for hook, _ in self.__dict__.get("_comm_hooks", ()):
-            self.reducer.compress(comm_hooks.wire_dtype(hook))
         self.logger = Logger(self.reducer, limits[-1])
         self.reducer.set_logger(self.logger)
         self.logger.set_construction_data_and_log(
@@ -259,45 +257,83 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             static_graph,
         )
         self._passing_sync_batchnorm_handle(self.module)
+        self._install_copied_hooks()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Change how gradients travel. Overrides torch's method of this name.
+        """Let a hook reduce gradients, or change how they travel. Overrides torch's method.
 
-        Collective: all ranks register hooks of the same effect, before the first backward.
+        Collective: all ranks register the same hook, between two backward passes. With a hook
+        nothing is divided by the number of ranks: the hook does that.
+
+        These hooks are recognised and done without Python, see `mpiddp.compression`:
+        `mpiddp.compression.fp16` and `bf16`, and `fp16_compress_hook`, `bf16_compress_hook` and
+        `allreduce_hook` of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``.
+
+        Any other is called as ``hook(state, bucket)`` for each bucket that is full, in order of
+        their indices, while backward runs. Which parameters have gradients still travels by
+        itself, so that every backward pass waits for all ranks whatever the hook does.
 
         Args:
-            state: None or this module's process group.
-            hook: `mpiddp.compression.fp16` or `bf16`, or `fp16_compress_hook`,
-                `bf16_compress_hook` or `allreduce_hook` of
-                ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``. They are recognised
-                and done without Python, see `mpiddp.compression`.
+            state: what the hook gets as its first argument. For hooks that are recognised: a
+                process group, None for this module's; with another one than this module's they
+                are called as well.
+            hook: takes `state` and a `mpiddp.grad_bucket.GradBucket`, which answers to the calls of
+                torch's, and returns a ``torch.futures.Future`` of one tensor of the shape of
+                ``bucket.buffer()``. What collectives of mpiddp's groups return is completed by
+                then: they do not run beside backward.
 
         Raises:
             TypeError: `hook` is not callable.
-            ValueError: `state` is something else, or `hook` is annotated as no hook.
-            RuntimeError: a hook is registered already, gradients have been reduced, or the ranks
-                register different hooks (the error names them).
-            NotImplementedError: the hook is another one: hooks in Python are still to come.
+            ValueError: `hook` is annotated as no hook, or `state` is not what a hook that is
+                recognised takes.
+            RuntimeError: a hook is registered already, a backward pass is going on, or the ranks
+                register different hooks (the error names them). In backward: the hook raised, or
+                did not return such a future (the error names the bucket and its parameters).
         """
-        dtype = comm_hooks.wire_dtype(hook)
+        comm_hooks.check_hook(hook)
         if self._comm_hooks:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
         group = self.process_group
-        if state is not None and state is not group:
-            raise ValueError(
-                f"the state of {hook.__qualname__} must be None or the process group of this "
-                f"module, not {state!r}"
-            )
-        travel = "as they are" if dtype is None else f"as {dtype}"
+        if comm_hooks.runs_in_python(hook, state, group):
+            travel = f"as {hook_name(hook)} does it"
+        else:
+            # A process group cannot be copied or pickled; None is the world.
+            state = None if group is dist.group.WORLD else group
+            dtype = comm_hooks.wire_dtype(hook)
+            travel = "as they are" if dtype is None else f"as {dtype}"
         verification.verify_equal_models(
             group, {"how gradients travel": travel}, "register different communication hooks"
         )
-        self.reducer.compress(dtype)
-        self.logger._set_comm_hook_name(hook.__qualname__)
-        # A process group cannot be copied or pickled; None is the world.
-        self._comm_hooks.append((hook, None if group is dist.group.WORLD else group))
+        self._install_hook(hook, state)
+        self._comm_hooks.append((hook, state))
+
+    def _install_hook(self, hook: Callable[..., Any], state: object) -> None:
+        if comm_hooks.runs_in_python(hook, state, self.process_group):
+            self.reducer.call_hook(PythonHook(hook, state))
+        else:
+            self.reducer.compress(comm_hooks.wire_dtype(hook))
+        self.logger._set_comm_hook_name(hook_name(hook))
+
+    def _install_copied_hooks(self) -> None:
+        """Install the hook of a wrapper that was copied or unpickled."""
+        hooks = self.__dict__.get("_comm_hooks", [])
+        # Optimizers in backward are of the parameters, and not copied with them.
+        hooks[:] = [own for own in hooks if own[0] is not optimizer_in_backward.step_on_mean]
+        for hook, state in hooks:
+            self._install_hook(hook, state)
+
+    def _lazy_init(self) -> None:
+        """Set up what the first forward finds. Overrides torch's method of this name.
+
+        Collective if there is something; so it waits for a forward that all ranks take.
+        """
+        if torch.is_grad_enabled():
+            super()._lazy_init()
+
+    def _setup_in_backward_optimizers(self) -> None:
+        optimizer_in_backward.set_up(self)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """Register what a built-in hook of torch does. Collective, see `register_comm_hook`."""
@@ -427,19 +463,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if self.static_graph and torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.reducer.watch(list(_find_tensors(output)))
         return output
-
-    # What torch's wrapper offers and this version does not serve yet.
-
-    def _register_buffer_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not served yet."""
-        _refuse("_register_buffer_comm_hook()")
-
-
-def _refuse(what: str) -> NoReturn:
-    raise NotImplementedError(  # the parts of torch's class that later issues bring
-        f"{what} of torch's DistributedDataParallel is not served by this version of mpiddp "
-        f"(README lists what is)"
-    )
 
 
 def _check_module(module: object) -> None:

@@ -178,11 +178,14 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> Work:
         """Gather each input from all ranks into a list, as dist.all_gather does.
 
-        Collective. Any dtype; the tensors of the ranks may differ in size.
+        Collective. Any dtype; the tensors of the ranks may differ in size. The future of the Work
+        holds for each input, where all are of one shape, one tensor of all ranks', as with NCCL:
+        torch's quantization hooks index it by rank.
 
         Raises:
             ValueError: a list has not one tensor for each rank.
         """
+        gathered: list[Any] = []
         for output, tensor in zip(outputs, inputs, strict=True):
             if len(output) != self.size():
                 raise ValueError(
@@ -207,7 +210,11 @@ class ProcessGroup(dist.ProcessGroup):
                     if part.numel():
                         # Viewing bytes as a wider dtype needs them aligned: copy.
                         part.copy_(piece.clone().view(part.dtype).view(part.shape))
-        return _completed(outputs)
+            alike = all(p.shape == tensor.shape and p.dtype == tensor.dtype for p in output)
+            gathered.append(
+                flat.view(tensor.dtype).view(self.size(), *tensor.shape) if alike else output
+            )
+        return _completed(gathered)
 
     def _allgather_base(
         self,

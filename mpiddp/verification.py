@@ -156,23 +156,18 @@ def raise_used_again(parameter: str, static_graph: bool, skipped: bool) -> NoRet
     )
 
 
-def raise_timed_out(
-    process_group: ProcessGroup, bucket: int, parameters: Sequence[str]
-) -> NoReturn:
+def raise_timed_out(process_group: ProcessGroup, bucket: str) -> NoReturn:
     """Raise for a bucket that other ranks have not reduced in time. Not collective.
 
     Raises:
         RuntimeError: always.
     """
-    shown = ", ".join(parameters[:3])
-    if len(parameters) > 3:
-        shown += f" and {len(parameters) - 3} more"
     raise RuntimeError(
-        f"rank {process_group.rank()}: the all-reduce of gradient bucket {bucket} ({shown}) has "
-        f"waited {process_group.timeout.total_seconds():g} s for other ranks. Likely causes: a "
-        f"rank skipped this backward pass or left the training loop early (uneven numbers of "
-        f"batches: train inside of `with model.join():`), a rank has failed or hangs elsewhere, "
-        f"or one rank is far slower (then raise the timeout of init_process_group)."
+        f"rank {process_group.rank()}: the all-reduce of {bucket} has waited "
+        f"{process_group.timeout.total_seconds():g} s for other ranks. Likely causes: a rank "
+        f"skipped this backward pass or left the training loop early (uneven numbers of batches: "
+        f"train inside of `with model.join():`), a rank has failed or hangs elsewhere, or one rank "
+        f"is far slower (then raise the timeout of init_process_group)."
     )
 
 

@@ -253,22 +253,6 @@ class TestRefusedAsInTorch:
             assert getattr(ours, name) == getattr(theirs, name)
 
 
-NOT_SERVED_METHODS: dict[str, Callable[[DDP], object]] = {
-    "register_comm_hook": lambda m: m.register_comm_hook(None, lambda state, bucket: bucket),
-    "_register_buffer_comm_hook": lambda m: m._register_buffer_comm_hook(None, print),
-}
-
-
-@mpi
-class TestNotServed:
-    @pytest.mark.parametrize("name", NOT_SERVED_METHODS)
-    def test_method(self, name: str) -> None:
-        wrapped = DDP(nn.Linear(4, 4))
-        said = rf"{name}\(\).* is not served"
-        with pytest.raises(NotImplementedError, match=said):  # this method is still to come
-            NOT_SERVED_METHODS[name](wrapped)
-
-
 def linear(**options: Any) -> nn.Linear:
     return nn.Linear(4, 3, **options)
 

@@ -369,6 +369,29 @@ def test_compression(gloo):
     assert_same_bits(pair[0].named_parameters())
 
 
+@pytest.mark.parametrize("name", ["allreduce", "powerSGD"])
+def test_hook_in_python(name, views, gloo):
+    """Joined ranks call the hook with zeros."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    def average(group: dist.ProcessGroup, bucket: dist.GradBucket) -> object:
+        return default_hooks.allreduce_hook(group, bucket)
+
+    average.__annotations__.clear()
+    pair = wrap_both(mlp(3, 4, 2), gloo, gradient_as_bucket_view=views)
+    for model, group in zip(pair, (dist.group.WORLD, gloo), strict=True):
+        if name == "allreduce":
+            model.register_comm_hook(group, average)
+        else:
+            state = powerSGD_hook.PowerSGDState(
+                group, matrix_approximation_rank=1, start_powerSGD_iter=2
+            )
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    inputs = batches(2 + RANK, 2, 3)
+    seen, expected = (train(model, inputs) for model in pair)
+    assert_same_training(*pair, seen, expected)
+
+
 def test_attributes(gloo):
     ours, theirs = wrap_both(mlp(3, 2), gloo)
     with together():
