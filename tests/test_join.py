@@ -104,7 +104,7 @@ def test_gradients_and_final_model(counts, static, views, gloo):
 @pytest.mark.parametrize("static", [True, False], ids=["initial size", "remaining size"])
 def test_divisor(static, transport, views):
     """The same number on every rank, whoever of them writes the mean."""
-    model = GivenGradients(a=torch.zeros(3), b=torch.zeros(2000, dtype=torch.bfloat16))
+    model = GivenGradients(a=torch.zeros(3), b=torch.zeros(1 << 18, dtype=torch.bfloat16))
     wrapped = DDP(model, gradient_as_bucket_view=views, transport=transport, bucket_cap_mb=1e-3)
     with wrapped.join(divide_by_initial_world_size=static):
         for step in range(1 + 2 * RANK):
