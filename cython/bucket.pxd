@@ -15,9 +15,11 @@ cdef class Bucket:
     cdef readonly object buffer
     cdef readonly BucketMemory memory
     cdef readonly object dtype          # of the gradients
-    cdef readonly object staging        # with views, compressed: the gradients as they are
+    cdef readonly object staging        # the gradients, where they are not in the buffer
+    cdef readonly bint flags_only       # the engine moves no gradients
     cdef readonly bint converts         # the views hold what travels, not the gradients' dtype
     cdef readonly bint sparse
+    cdef public bint skipped            # never launched: no rank uses its parameters
     cdef Work work
     cdef Py_ssize_t pending         # parameters that are not ready yet
     cdef Py_ssize_t bytes_per_element   # as they travel

@@ -7,7 +7,9 @@ from mpiddp.memory import BucketMemory
 def supported_dtypes() -> tuple[torch.dtype, ...]: ...
 def wire_dtype(dtype: torch.dtype, compression: torch.dtype | None = None) -> torch.dtype: ...
 def bytes_needed(
-    parameters: Sequence[torch.Tensor], compression: torch.dtype | None = None
+    parameters: Sequence[torch.Tensor],
+    compression: torch.dtype | None = None,
+    flags_only: bool = False,
 ) -> int: ...
 
 class Bucket:
@@ -17,9 +19,11 @@ class Bucket:
     buffer: torch.Tensor | None
     dtype: torch.dtype
     sparse: bool
+    skipped: bool
     memory: BucketMemory | None
     staging: torch.Tensor | None
     converts: bool
+    flags_only: bool
     def __init__(
         self,
         index: int,
@@ -30,6 +34,7 @@ class Bucket:
         sparse: bool = False,
         compression: torch.dtype | None = None,
         gradients_are_views: bool = False,
+        flags_only: bool = False,
     ) -> None: ...
     @property
     def gradients(self) -> torch.Tensor: ...

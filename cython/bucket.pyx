@@ -26,6 +26,11 @@ their own, `staging`, that is converted as a whole when the bucket is launched a
 the mean is there. The flags are where the engine reduces them in both cases.
 Other dtypes travel as they are: 16-bit ones have nothing to gain, and complex ones
 have no 16-bit dtype that is supported and wide enough.
+
+Note [Hooks in Python]
+~~~~~~~~~~~~~~~~~~~~~~
+With a communication hook in Python the hook moves the gradients, and the engine only the
+flags. The gradients lie in `staging`, memory that torch may resize, as hooks do.
 """
 
 from libc.string cimport memset
@@ -88,9 +93,11 @@ def wire_dtype(dtype, compression=None):
     return dtype
 
 
-def bytes_needed(parameters, compression=None):
+def bytes_needed(parameters, compression=None, bint flags_only=False):
     """Return the size of a bucket for `parameters` in bytes. Not collective."""
-    elements = sum([parameter.numel() for parameter in parameters]) + len(parameters) + 2
+    elements = len(parameters) + 2
+    if not flags_only:
+        elements += sum([parameter.numel() for parameter in parameters])
     return elements * wire_dtype(parameters[0].dtype, compression).itemsize
 
 
@@ -119,6 +126,7 @@ cdef class Bucket:
         sparse: the one parameter's gradient is sparse; nothing is allocated.
         compression: the 16-bit dtype in which float32 and float64 travel, None for none.
         gradients_are_views: the gradients will be the views, so these must be of their dtype.
+        flags_only: a hook in Python moves the gradients, see Note [Hooks in Python].
 
     Raises:
         TypeError: gradients of this dtype cannot be averaged.
@@ -126,7 +134,7 @@ cdef class Bucket:
 
     def __init__(self, Py_ssize_t index, parameters, parameter_indices, double divisor,
                  BucketMemory memory=None, bint sparse=False, compression=None,
-                 bint gradients_are_views=False):
+                 bint gradients_are_views=False, bint flags_only=False):
         cdef Py_ssize_t total, offset, multiple
         cdef ElementType element
         self.index = index
@@ -148,8 +156,9 @@ cdef class Bucket:
         total = sum([parameter.numel() for parameter in parameters])
         self.memory = memory
         self.buffer = memory.buffer.view(travels_as)
-        if travels_as is not self.dtype:
-            if gradients_are_views:
+        self.flags_only = flags_only
+        if flags_only or travels_as is not self.dtype:
+            if flags_only or gradients_are_views:
                 self.staging = torch.zeros(total, dtype=self.dtype)
             else:
                 self.converts = True
@@ -166,7 +175,9 @@ cdef class Bucket:
         self.work.element = element
         self.work.divisor = divisor
         self.work.context = memory.context
-        self.flags = self.work.data + total * self.bytes_per_element
+        self.flags = self.work.data
+        if not flags_only:
+            self.flags += total * self.bytes_per_element
 
     @property
     def gradients(self):
@@ -187,7 +198,7 @@ cdef class Bucket:
 
     cdef int fill_from_staging(self) except -1:
         """Convert all gradients to what travels, where they are not in the bucket itself."""
-        if self.staging is not None:
+        if self.staging is not None and not self.flags_only:
             _convert(
                 self.work.element, self.element, self.work.data,
                 <char *><size_t>self.staging.data_ptr(), self.staging.numel())
@@ -195,7 +206,7 @@ cdef class Bucket:
 
     cdef int read_into_staging(self) except -1:
         """Convert all means back from what has travelled."""
-        if self.staging is not None:
+        if self.staging is not None and not self.flags_only:
             _convert(
                 self.element, self.work.element, <char *><size_t>self.staging.data_ptr(),
                 self.work.data, self.staging.numel())

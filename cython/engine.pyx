@@ -487,6 +487,10 @@ cdef class Engine:
             "naps": self.state.naps,
         }
 
+    def progress(self):
+        """Take one step, if nobody else is at it. Not collective."""
+        self.step()
+
     cdef int step(self) noexcept nogil:
         cdef int advanced = 0
         if pthread_mutex_trylock(&self.state.progress_lock) == 0:

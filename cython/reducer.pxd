@@ -1,5 +1,6 @@
 from cpython.object cimport PyObject
 
+from mpiddp.bucket cimport Bucket
 from mpiddp.engine cimport Channel
 
 
@@ -18,7 +19,8 @@ cdef struct ParameterState:
     Py_ssize_t bucket
     Py_ssize_t position     # in its bucket
     Layout layout
-    bint fired              # its hook ran in this backward
+    int expected            # how often its hook runs in a backward, see static_graph.pyx
+    int left                # how often it has still to run in this one; 0: it is ready
     bint used               # its hook ran since the last reduction, no_sync included
 
 
@@ -31,6 +33,8 @@ cdef class Reducer:
     cdef readonly bint gradient_as_bucket_view
     cdef readonly bint has_rebuilt_buckets
     cdef readonly object compression    # the 16-bit dtype of float32 and float64, or None
+    cdef readonly object python_hook    # None, or what moves the gradients
+    cdef list post_backward_futures     # of hooks of the buffers
     cdef object assign_buckets
     cdef object describe_parameter
     cdef object report_missing
@@ -46,6 +50,13 @@ cdef class Reducer:
     cdef list sharing               # weak references to reducers of the same parameters
     cdef list arrival_order
     cdef dict set_aside             # gradients of locally unused parameters in views
+    cdef readonly bint static_graph
+    cdef bint learning              # the static graph is not known yet
+    cdef list never_used            # parameters that no hook is expected of
+    cdef bint skip_unused
+    cdef set unused_everywhere      # with skip_unused: parameters that no rank used
+    cdef bint compare_gradients     # whether hooks may run that bring no gradient
+    cdef list kept                  # while this rank shadows others, see joined.pyx; or None
     cdef list before                # .grad and its version at the end of forward
     cdef list missing               # parameters that got no gradient in the last backward
     cdef object logger
@@ -55,16 +66,32 @@ cdef class Reducer:
     cdef bint callback_queued
     cdef bint incomplete            # some rank missed some parameter in the last backward
     cdef readonly Py_ssize_t reductions
+    cdef readonly list unused               # parameters without a gradient in the last backward
+    # Of the last iteration, for the logger, in seconds on the monotonic clock.
+    cdef double forward_began
+    cdef double backward_began
+    cdef double communication_began         # the first bucket was launched
+    cdef double backward_ended
+    cdef double communication_ended
+    cdef readonly Py_ssize_t iterations     # forward passes whose gradients were to be reduced
 
     cdef _register_hook(self, Py_ssize_t index)
     cdef _reset_counting(self)
     cdef int parameter_ready(self, Py_ssize_t index, object parameter) except -1
     cdef int contribute_old(self, Py_ssize_t index, object parameter, object gradient) except -1
     cdef int copy_in(self, Py_ssize_t index, object parameter, object gradient) except -1
+    cdef int count_hook(self, Py_ssize_t index) except -1
+    cdef int take(
+        self, Py_ssize_t index, object parameter, object gradient, bint brought
+    ) except -1
     cdef int queue_callback(self) except -1
     cdef int refuse_sharing(self) except -1
     cdef int launch_full_buckets(self) except -1
     cdef int copy_out(self, Py_ssize_t index) except -1
+    cdef int wait_for(self, Bucket bucket) except -1
+    cdef int set_divisor(self, double divisor) except -1
+    cdef _reduce_sparse(self, bint joined)
+    cdef _after_reduction(self)
 
 
 cdef class ParameterHook:

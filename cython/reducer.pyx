@@ -24,6 +24,12 @@ earlier accumulation, or zeros, and still launches every bucket: no rank is left
 waiting, and all get the same mean. Without `find_unused_parameters` the missing
 gradient is reported all the same, by every rank together at the next forward
 (the flag behind the gradients tells them all, see bucket.pyx).
+
+Note [Skipped buckets]
+~~~~~~~~~~~~~~~~~~~~~~
+With `skip_unused`, buckets whose parameters no rank used in the first reduction are never
+launched again: all ranks learn that from the same flags, so they skip the same ones, and a
+parameter that is used after all raises an error where torch's class would hang.
 """
 
 from cpython.object cimport PyObject
@@ -38,6 +44,9 @@ from torch.autograd import Variable
 from mpiddp.bucket cimport INCOMPLETE, MISSED, Bucket
 from mpiddp.bucket import bytes_needed
 from mpiddp.engine cimport WAIT_TIMED_OUT, Channel, work_is_done
+from mpiddp.system cimport now
+from mpiddp.python_hook import wait_for_all
+from mpiddp.verification import raise_timed_out, raise_used_again
 
 
 cdef enum:
@@ -82,10 +91,12 @@ cdef class Reducer:
             indices of each bucket in launch order, the same on all ranks.
         describe_parameter: called with a parameter index, returns its name for errors.
         report_missing: called on all ranks after a backward in which some rank missed a
-            gradient, with this rank's pairs (parameter index, bucket index); must raise.
+            gradient, with this rank's pairs (parameter index, bucket index) and whether the
+            graph is static; must raise.
         expect_sparse: for each parameter, whether its gradient is sparse.
         find_unused_parameters: as in torch's class.
         gradient_as_bucket_view: as in torch's class.
+        skip_unused: `skip_all_reduce_unused_params` of torch's class.
 
     Raises:
         TypeError: a parameter's dtype cannot be averaged.
@@ -93,7 +104,8 @@ cdef class Reducer:
 
     def __init__(self, parameters, process_group, Channel channel not None, assign_buckets,
                  describe_parameter, report_missing, *, expect_sparse=None,
-                 bint find_unused_parameters=False, bint gradient_as_bucket_view=False):
+                 bint find_unused_parameters=False, bint gradient_as_bucket_view=False,
+                 bint skip_unused=False):
         cdef Py_ssize_t index, count = len(parameters)
         self.parameters = list(parameters)
         self.process_group = process_group
@@ -107,17 +119,25 @@ cdef class Reducer:
         self.has_sparse = any(self.expect_sparse)
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.skip_unused = skip_unused
+        self.compare_gradients = find_unused_parameters
+        self.never_used = []
+        self.unused_everywhere = set()
         self.gradients = [None] * count
         self.arrival_order = []
         self.set_aside = {}
         self.before = []
         self.missing = []
+        self.unused = []
+        self.post_backward_futures = []
         self.hooks = []
         self.handles = []
         self.sharing = []
         self.states = <ParameterState *>calloc(max(count, 1), sizeof(ParameterState))
         if self.states == NULL:
             raise MemoryError
+        for index in range(count):
+            self.states[index].expected = 1
         self._build_buckets(assign_buckets(None))
         for index in range(count):
             self._register_hook(index)
@@ -150,15 +170,14 @@ cdef class Reducer:
     def _build_buckets(self, assignment):
         """Make the buckets of `assignment`, a list of lists of parameter indices."""
         cdef Bucket bucket
-        cdef ParameterState *state
-        cdef Py_ssize_t index, position
+        cdef Py_ssize_t index
         old_views = self._views() if self.gradient_as_bucket_view else None
         members = [[self.parameters[index] for index in indices] for indices in assignment]
         sparse = [self.expect_sparse[indices[0]] for indices in assignment]
         memories = iter(
             self.channel.allocate(
                 [
-                    bytes_needed(some, self.compression)
+                    bytes_needed(some, self.compression, self.python_hook is not None)
                     for some, without in zip(members, sparse) if not without
                 ]
             )
@@ -174,29 +193,45 @@ cdef class Reducer:
                 sparse=without,
                 compression=self.compression,
                 gradients_are_views=self.gradient_as_bucket_view,
+                flags_only=self.python_hook is not None,
             )
             self.buckets.append(bucket)
-            for position, index in enumerate(indices):
-                state = &self.states[index]
-                state.bucket = bucket.index
-                state.position = position
-                parameter = self.parameters[index]
-                if bucket.sparse:
-                    state.layout = LAYOUT_SPARSE
-                    continue
-                view = bucket.views[position]
-                state.address = bucket.view_address(position)
-                state.bytes = view.numel() * view.element_size()
-                if parameter.is_complex():
-                    # A lazily conjugated gradient must not be copied by memcpy.
-                    state.layout = LAYOUT_GENERAL
-                elif view.is_contiguous():
-                    state.layout = LAYOUT_CONTIGUOUS
-                else:
-                    state.layout = LAYOUT_STRIDED
-                if old_views is not None and parameter.grad is not None:
-                    self._move_gradient(parameter, old_views[index], view)
+            bucket.skipped = self.unused_everywhere.issuperset(indices)
+            self._find_views(bucket)
+            if old_views is not None and not bucket.sparse:
+                for index, view in zip(indices, bucket.views):
+                    if self.parameters[index].grad is not None:
+                        self._move_gradient(self.parameters[index], old_views[index], view)
+        for bucket in self.buckets:
+            if bucket.skipped:
+                for index in bucket.parameter_indices:
+                    self.states[index].expected = 0
+        self.never_used = [
+            index for index in range(len(self.parameters)) if self.states[index].expected == 0
+        ]
         self._reset_counting()
+
+    def _find_views(self, Bucket bucket):
+        """Note where in `bucket` each gradient has its place."""
+        cdef ParameterState *state
+        cdef Py_ssize_t index, position
+        for position, index in enumerate(bucket.parameter_indices):
+            state = &self.states[index]
+            state.bucket = bucket.index
+            state.position = position
+            if bucket.sparse:
+                state.layout = LAYOUT_SPARSE
+                continue
+            view = bucket.views[position]
+            state.address = bucket.view_address(position)
+            state.bytes = view.numel() * view.element_size()
+            if view.is_complex():
+                # A lazily conjugated gradient must not be copied by memcpy.
+                state.layout = LAYOUT_GENERAL
+            elif view.is_contiguous():
+                state.layout = LAYOUT_CONTIGUOUS
+            else:
+                state.layout = LAYOUT_STRIDED
 
     def _views(self):
         """Return the view of each parameter, None where there is none."""
@@ -217,7 +252,7 @@ cdef class Reducer:
         cdef Py_ssize_t index
         cdef Bucket bucket
         for index in range(len(self.parameters)):
-            self.states[index].fired = False
+            self.states[index].left = self.states[index].expected
             self.states[index].gradient = NULL
         for bucket in self.buckets:
             bucket.pending = len(bucket.parameter_indices)
@@ -233,16 +268,31 @@ cdef class Reducer:
         Collective, unless `dtype` is None, for no compression.
 
         Raises:
-            RuntimeError: gradients have already been reduced.
+            RuntimeError: a backward pass is going on, or did not end.
         """
-        if self.reductions or self.ready:
-            raise RuntimeError(
-                "a communication hook must be registered before the first backward that "
-                "reduces gradients"
-            )
+        self._refuse_hook_in_backward()
         self.compression = dtype
         if dtype is not None:
             self._build_buckets([bucket.parameter_indices for bucket in self.buckets])
+
+    def call_hook(self, python_hook):
+        """Let an `mpiddp.python_hook.PythonHook` reduce gradients, see Note [Hooks in Python].
+
+        Collective.
+
+        Raises:
+            RuntimeError: a backward pass is going on, or did not end.
+        """
+        self._refuse_hook_in_backward()
+        self.python_hook = python_hook
+        self._build_buckets([bucket.parameter_indices for bucket in self.buckets])
+
+    def _refuse_hook_in_backward(self):
+        if self.ready:
+            raise RuntimeError(
+                "a communication hook cannot be registered during a backward pass, nor after "
+                "one that did not end"
+            )
 
     # The path of one gradient.
 
@@ -255,32 +305,49 @@ cdef class Reducer:
             state.used = True
         if not self.expecting:
             return 0
-        if state.fired:
-            raise RuntimeError(
-                f"Expected to mark a variable ready only once. The gradient of "
-                f"{self.describe_parameter(index)} was accumulated a second time in one "
-                f"backward pass: the parameter is used in several reentrant backward passes "
-                f"(torch.utils.checkpoint with use_reentrant=True), or outside of the "
-                f"wrapped module's forward. Use use_reentrant=False, or compute all uses "
-                f"in one forward."
-            )
-        state.fired = True
+        if state.left != 1:
+            self.count_hook(index)
+            return 0
+        state.left = 0
         self.queue_callback()
         if not self.has_rebuilt_buckets:
             self.arrival_order.append(index)
-        self.ready += 1
+        self.take(index, parameter, gradient, brought)
         bucket = <Bucket>self.buckets[state.bucket]
-        if state.layout == LAYOUT_SPARSE:
-            pass
-        elif brought:
+        if bucket.pending == 0 and state.bucket == self.next_bucket:
+            self.launch_full_buckets()
+        self.channel.poke()
+        return 0
+
+    cdef int count_hook(self, Py_ssize_t index) except -1:
+        """Count a hook that does not make its parameter ready, see static_graph.pyx."""
+        cdef ParameterState *state = &self.states[index]
+        if state.left == 0:
+            raise_used_again(
+                self.describe_parameter(index), self.static_graph,
+                skipped=(<Bucket>self.buckets[state.bucket]).skipped,
+            )
+        self.queue_callback()
+        if state.left < 0 and not self.has_rebuilt_buckets:
+            self.arrival_order.append(index)
+        state.left -= 1
+        return 0
+
+    cdef int take(
+        self, Py_ssize_t index, object parameter, object gradient, bint brought
+    ) except -1:
+        """Bring what this rank has for a parameter that is ready into its bucket."""
+        cdef ParameterState *state = &self.states[index]
+        cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
+        self.ready += 1
+        bucket.pending -= 1
+        if bucket.sparse or bucket.skipped:
+            return 0
+        if brought:
             self.copy_in(index, parameter, gradient)
             bucket.set_flag(state.position, True)
         else:
             self.contribute_old(index, parameter, gradient)
-        bucket.pending -= 1
-        if bucket.pending == 0 and state.bucket == self.next_bucket:
-            self.launch_full_buckets()
-        self.channel.poke()
         return 0
 
     cdef int queue_callback(self) except -1:
@@ -290,6 +357,10 @@ cdef class Reducer:
                 self.refuse_sharing()
             _queue_callback(self.end_of_backward)
             self.callback_queued = True
+            if self.ready == 0:
+                for index in self.never_used:
+                    self.take(index, self.parameters[index], self.parameters[index].grad, False)
+                self.launch_full_buckets()
         return 0
 
     cdef int refuse_sharing(self) except -1:
@@ -368,10 +439,14 @@ cdef class Reducer:
             bucket = <Bucket>self.buckets[self.next_bucket]
             if bucket.pending:
                 break
-            if not bucket.sparse:
+            if not bucket.sparse and not bucket.skipped:
                 bucket.fill_from_staging()
                 self.channel.submit(&bucket.work)
+            if self.next_bucket == 0:
+                self.communication_began = now()
             self.next_bucket += 1
+            if self.python_hook is not None and not bucket.skipped:
+                self.python_hook.launch(self, bucket)
         return 0
 
     # The end of backward.
@@ -393,15 +468,23 @@ cdef class Reducer:
         if self.ready < len(self.parameters):
             if _current_autograd_node() is not None:
                 return              # see Note [End of backward]
-            self._contribute_for_missing()
+            if self.learning:
+                from mpiddp import static_graph
+
+                static_graph.learn(self)
+            else:
+                self._contribute_for_missing()
         self.launch_full_buckets()
+        self.backward_ended = now()
         self.incomplete = False
         for bucket in self.buckets:
-            if bucket.sparse:
+            if bucket.sparse or bucket.skipped:
                 continue
-            if self.channel.wait(&bucket.work, self.timeout.total_seconds()) == WAIT_TIMED_OUT:
-                self._raise_timeout(bucket)
+            self.wait_for(bucket)
             self.incomplete |= bucket.flag(MISSED)
+            if self.python_hook is not None:
+                self.python_hook.finish(self, bucket)
+                self._find_views(bucket)        # a hook that resizes the buffer moves it
             bucket.read_into_staging()
             if bucket.flag(INCOMPLETE):
                 self._write_where_used(bucket)
@@ -409,8 +492,21 @@ cdef class Reducer:
                 for index in bucket.parameter_indices:
                     self.copy_out(index)
         if self.has_sparse:
-            self._reduce_sparse()
+            self._reduce_sparse(False)
+        if self.post_backward_futures:
+            futures, self.post_backward_futures = self.post_backward_futures, []
+            wait_for_all(futures, self.process_group.rank(), self.timeout)
         self._after_reduction()
+
+    cdef int wait_for(self, Bucket bucket) except -1:
+        """Wait for the mean of a bucket; see what it says of parameters that no rank used."""
+        if self.channel.wait(&bucket.work, self.timeout.total_seconds()) == WAIT_TIMED_OUT:
+            raise_timed_out(self.process_group, self.describe_bucket(bucket))
+        if self.skip_unused and not self.has_rebuilt_buckets:
+            for position, index in enumerate(bucket.parameter_indices):
+                if not bucket.flag(position):
+                    self.unused_everywhere.add(index)
+        return 0
 
     def _contribute_for_missing(self):
         """Fill in for the parameters whose hook did not run."""
@@ -420,18 +516,17 @@ cdef class Reducer:
         self.missing = []
         for index in range(len(self.parameters)):
             state = &self.states[index]
-            if state.fired:
+            if state.left == 0:
                 continue
+            state.left = 0
             self.missing.append(index)
             if not self.has_rebuilt_buckets:
                 self.arrival_order.append(index)
-            bucket = <Bucket>self.buckets[state.bucket]
-            bucket.pending -= 1
-            if bucket.sparse:
-                continue
             parameter = self.parameters[index]
-            self.contribute_old(index, parameter, parameter.grad)
-            bucket.set_flag(MISSED, True)
+            self.take(index, parameter, parameter.grad, False)
+            bucket = <Bucket>self.buckets[state.bucket]
+            if not bucket.sparse:
+                bucket.set_flag(MISSED, True)
 
     cdef int contribute_old(self, Py_ssize_t index, object parameter, object gradient) except -1:
         """Add what earlier backwards left, or zeros; say whether it counts as a gradient."""
@@ -451,7 +546,7 @@ cdef class Reducer:
         """Whether autograd came with an undefined gradient and left `.grad` as it was.
 
         So it is below outputs that take no part in the loss; known with
-        `find_unused_parameters` only.
+        `compare_gradients` only.
         """
         old, version = self.before[index]
         return gradient is old and gradient._version == version
@@ -487,8 +582,8 @@ cdef class Reducer:
                     view = view.to(bucket.dtype, copy=True)
                 parameter.grad = view
 
-    def _reduce_sparse(self):
-        """Average the sparse gradients, through the process group."""
+    cdef _reduce_sparse(self, bint joined):
+        """Average the sparse gradients, through the process group; if `joined`, of others."""
         cdef Bucket bucket
         cdef ParameterState *state
         sparse = [bucket.parameter_indices[0] for bucket in self.buckets if bucket.sparse]
@@ -496,64 +591,64 @@ cdef class Reducer:
         flags = torch.zeros(missed + 1, dtype=torch.int64)
         for position, index in enumerate(sparse):
             state = &self.states[index]
-            flags[position] = state.used
-            flags[missed] += not state.fired
+            flags[position] = state.used and not joined
+            flags[missed] += index in self.missing
         self.process_group.allreduce([flags]).wait()
         self.incomplete |= flags[missed].item() > 0
         for position, index in enumerate(sparse):
+            parameter = self.parameters[index]
+            if self.python_hook is not None:
+                total = self.python_hook.finish(self, self.buckets[self.states[index].bucket])
+                if flags[position] and not joined:
+                    parameter.grad = total
+                continue
             if not flags[position]:
                 continue
-            parameter = self.parameters[index]
-            gradient = parameter.grad
+            gradient = None if joined else parameter.grad
             if gradient is None:
                 gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
             with torch.no_grad():
                 total = gradient.detach().coalesce()
                 self.process_group.allreduce([total]).wait()
-                parameter.grad = total.div_(self.divisor)
+                if not joined:
+                    parameter.grad = total.div_(self.divisor)
 
-    def _after_reduction(self):
+    cdef _after_reduction(self):
         cdef Py_ssize_t index
         for index in range(len(self.parameters)):
             self.states[index].used = False
         self._reset_counting()
+        self.unused = self.missing + self.never_used
+        self.communication_ended = now()
         if not self.gradient_as_bucket_view:
             self.gradients = [None] * len(self.parameters)
         self.set_aside.clear()
         self.before = []
         self.expecting = False
         self.reductions += 1
-        if self.find_unused_parameters:
+        if self.find_unused_parameters and not self.static_graph:
             self.incomplete = False
         if not self.incomplete:
             self.missing = []
 
-    def _raise_timeout(self, Bucket bucket):
+    def describe_bucket(self, Bucket bucket):
+        """Return what to call a bucket in errors. Not collective."""
         names = [self.describe_parameter(index) for index in bucket.parameter_indices]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        raise RuntimeError(
-            f"rank {self.process_group.rank()}: the all-reduce of gradient bucket "
-            f"{bucket.index} ({shown}) has waited {self.timeout.total_seconds():g} s for other "
-            f"ranks. Likely causes: a rank skipped this backward pass or left the training "
-            f"loop early (uneven numbers of batches), a rank has failed or hangs elsewhere, or "
-            f"one rank is far slower (then raise the timeout of init_process_group)."
-        )
+        return f"gradient bucket {bucket.index} ({shown})"
 
     # What torch's wrapper calls.
 
     def prepare_for_forward(self):
-        """Report what the previous backward left undone.
-
-        Collective only if a gradient was missing on some rank.
+        """Begin an iteration whose gradients are to be reduced. Not collective.
 
         Raises:
-            RuntimeError: parameters got no gradient and `find_unused_parameters` is off,
-                or the previous backward did not end.
+            RuntimeError: the previous backward did not end.
         """
-        if self.incomplete:
-            self.incomplete = False
-            missing, self.missing = self.missing, []
-            self.report_missing([(index, self.states[index].bucket) for index in missing])
+        self.iterations += 1
+        self.forward_began = now()
+        if self.divisor != self.process_group.size():
+            self.set_divisor(self.process_group.size())
         if self.expecting and self.ready:
             raise RuntimeError(
                 f"the previous backward pass ended before all gradients were reduced: "
@@ -569,13 +664,23 @@ cdef class Reducer:
                 begins at them, also on a rank where it reaches no parameter at all.
         """
         self.expecting = True
+        self.backward_began = now()
         # Left over if the last backward raised: its callback never ran.
         self.callback_queued = False
-        if self.find_unused_parameters:
+        if self.static_graph and not self.ready:
+            self._reset_counting()      # what a backward that raised has counted
+        if self.compare_gradients:
             self.before = [
                 (parameter.grad, -1 if parameter.grad is None else parameter.grad._version)
                 for parameter in self.parameters
             ]
+        self.watch(outputs)
+
+    def watch(self, outputs):
+        """End a backward that begins at `outputs`, even if no parameter's hook runs in it.
+
+        Not collective.
+        """
         for output in outputs:
             if output.grad_fn is not None:       # a leaf is the user's own tensor
                 output.register_hook(self._backward_begins)
@@ -587,11 +692,25 @@ cdef class Reducer:
     def _rebuild_buckets(self):
         """Lay the buckets out in the order in which gradients arrived on rank 0.
 
-        Collective the first time after a reduction; later it does nothing.
+        Collective the first time after a reduction, and after one in which a gradient was
+        missing on some rank; else it does nothing. Ranks that have joined call it too.
 
         Returns:
             Whether the buckets were rebuilt by this call.
+
+        Raises:
+            RuntimeError: parameters got no gradient in the last reduction, and neither
+                `find_unused_parameters` nor the static graph says so.
         """
+        if self.kept is not None:
+            from mpiddp import joined
+
+            joined.finish(self)
+        if self.incomplete:
+            self.incomplete = False
+            missing, self.missing = self.missing, []
+            pairs = [(index, self.states[index].bucket) for index in missing]
+            self.report_missing(pairs, self.static_graph)
         if self.has_rebuilt_buckets or not self.reductions or self.expecting:
             return False
         self._build_buckets(self.assign_buckets(self.arrival_order))
@@ -620,6 +739,76 @@ cdef class Reducer:
     def _autograd_hook(self, Py_ssize_t index):
         """Mark parameter `index` ready, as its own hook would. Not collective."""
         self.parameter_ready(index, self.parameters[index])
+
+    cdef int set_divisor(self, double divisor) except -1:
+        """Divide the sums over ranks by `divisor` from now on."""
+        cdef Bucket bucket
+        self.divisor = divisor
+        for bucket in self.buckets:
+            bucket.work.divisor = divisor
+        return 0
+
+    def _set_forward_pass_work_handle(self, work, use_static_world_size):
+        """Divide by the number of ranks that have not joined, unless it is to be static.
+
+        Not collective.
+
+        Args:
+            work: of the sum over ranks, in which each that has not joined is 1.
+            use_static_world_size: whether to divide by the size of the group all the same.
+        """
+        if not use_static_world_size:
+            work.wait()
+            self.set_divisor(work.get_future().value()[0].item())
+
+    def _push_all_rebuilt_params(self):
+        """Keep the order that was guessed, on a rank whose own backwards show none.
+
+        Not collective.
+        """
+        if not self.has_rebuilt_buckets and len(self.arrival_order) < len(self.parameters):
+            self.arrival_order = [
+                index for bucket in self.buckets for index in bucket.parameter_indices
+            ]
+
+    def _set_static_graph(self):
+        """Count in the first backward how often each hook runs, see static_graph.pyx.
+
+        Not collective, but the same on all ranks.
+
+        Raises:
+            RuntimeError: there was a forward pass already.
+        """
+        from mpiddp import static_graph
+
+        static_graph.begin(self)
+
+    def last_moments(self):
+        """Return when the last iteration began and ended what, in seconds. Not collective.
+
+        Of forward the begin, of backward the begin, of communication the begin; of backward the
+        end, of communication the end.
+        """
+        return [
+            self.forward_began, self.backward_began, self.communication_began,
+            self.backward_ended, self.communication_ended,
+        ]
+
+    def _run_comm_hook(self, bucket):
+        """Call the hook for a GradBucket and return its future. Collective if the hook is."""
+        return (self.python_hook or self._run_allreduce_hook)(bucket)
+
+    def _run_allreduce_hook(self, bucket):
+        """Sum the buffer of a GradBucket over all ranks in place; return a future of it.
+
+        Collective.
+        """
+        work = self.process_group.allreduce([bucket.buffer()])
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def _install_post_backward_futures(self, futures):
+        """Wait for `futures` too at the end of the next backward. Not collective."""
+        self.post_backward_futures.extend(futures)
 
     def set_logger(self, logger):
         """Remember the wrapper's logger (weakly). Not collective."""

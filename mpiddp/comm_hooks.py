@@ -1,4 +1,4 @@
-"""Which communication hooks DistributedDataParallel serves, and what each means for its reducer."""
+"""Which communication hooks are hooks, and which of them the reducer does without Python."""
 
 from __future__ import annotations
 
@@ -7,39 +7,56 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 
 from mpiddp import compression
+from mpiddp.python_hook import hook_name
 
 Hook = Callable[..., Any]
 
-_SERVED = (
-    "mpiddp.compression.fp16 and bf16, and fp16_compress_hook, bf16_compress_hook and "
-    "allreduce_hook of torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
-)
 
-
-def wire_dtype(hook: object) -> torch.dtype | None:
-    """Return the dtype in which `hook` lets gradients travel, None for their own.
-
-    Not collective.
+def check_hook(hook: object) -> None:
+    """Refuse what torch's class refuses as a communication hook. Not collective.
 
     Raises:
         TypeError: `hook` is not callable.
         ValueError: it is annotated as something else than a communication hook.
-        NotImplementedError: it is none of those served: hooks in Python are still to come.
     """
     if not callable(hook):
         raise TypeError("Communication hook must be callable.")
-    for served, dtype in _served():
-        if hook is served:
-            return dtype
-    _check_annotations(hook)
-    name = getattr(hook, "__qualname__", repr(hook))
-    raise NotImplementedError(  # hooks in Python are still to come
-        f"register_comm_hook() with the hook {name} is not served by this version of mpiddp; "
-        f"served are {_SERVED}"
+    if not _is_recognised(hook):
+        _check_annotations(hook)
+
+
+def runs_in_python(hook: Hook, state: object, group: dist.ProcessGroup) -> bool:
+    """Return whether `hook` must be called; else it is done without Python. Not collective.
+
+    Args:
+        hook: a hook that `check_hook` accepts.
+        state: the state to register it with.
+        group: of the module; hooks that are recognised are done by its reducer.
+
+    Raises:
+        ValueError: `state` is not what a recognised hook takes.
+    """
+    if not _is_recognised(hook):
+        return True
+    if state is None or state is group:
+        return False
+    if isinstance(state, dist.ProcessGroup):
+        return True
+    raise ValueError(
+        f"the state of {hook_name(hook)} must be None or a process group, not {state!r}"
     )
+
+
+def wire_dtype(hook: Hook) -> torch.dtype | None:
+    """Return the dtype in which a recognised hook lets gradients travel, None for their own.
+
+    Not collective.
+    """
+    return dict(_recognised())[hook]
 
 
 def builtin_hook(comm_hook_type: object) -> Hook:
@@ -61,7 +78,11 @@ def builtin_hook(comm_hook_type: object) -> Hook:
     )
 
 
-def _served() -> list[tuple[Hook, torch.dtype | None]]:
+def _is_recognised(hook: object) -> bool:
+    return any(hook is one for one, _ in _recognised())
+
+
+def _recognised() -> list[tuple[Hook, torch.dtype | None]]:
     # Here and not at the top: it brings much that nobody needs without a hook.
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 

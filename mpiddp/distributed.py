@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _rank_not_in_group
+from torch.nn.parallel.distributed import _find_tensors
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from mpiddp import comm_hooks, verification
+from mpiddp import comm_hooks, joined, optimizer_in_backward, verification
 from mpiddp.bucket import supported_dtypes
 from mpiddp.bucket_assignment import BucketAssignment
 from mpiddp.compilation import run_as_it_is
+from mpiddp.communicator_group import group_of, is_communicator
 from mpiddp.logger import Logger
+from mpiddp.python_hook import PythonHook, hook_name
 from mpiddp.reducer import Reducer
 from mpiddp.transport import (
     BUCKET_BYTES_BETWEEN_NODES,
@@ -32,16 +36,10 @@ from mpiddp.transport import (
 )
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from mpiddp.engine import Channel
     from mpiddp.process_group import ProcessGroup
-
-# Arguments of torch's class that this version does not serve, with the value that is served.
-_NOT_SERVED = {
-    "delay_all_reduce_named_params": None,
-    "param_to_hook_all_reduce": None,
-    "mixed_precision": None,
-    "device_mesh": None,
-}
 
 _FLAGS = (
     "broadcast_buffers",
@@ -72,7 +70,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         dim: unused on the CPU, as in torch.
         broadcast_buffers: deprecated by torch in favour of `forward_sync_buffers`.
         init_sync: whether the ranks' models are compared and rank 0's state is broadcast.
-        process_group: a group of mpiddp; None is the world.
+        process_group: a group of mpiddp, or an mpi4py communicator of some of its ranks, whose
+            order counts; None is the world. Construction is collective over it.
         bucket_cap_mb: size of a bucket in MiB; None is 25 inside a node and 4 where messages are
             sent, with a first bucket of 1.
         find_unused_parameters: whether parameters may take no part in a loss. It costs nothing
@@ -80,12 +79,17 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         check_reduction: deprecated, ignored.
         gradient_as_bucket_view: whether each ``.grad`` is a view into its bucket, which saves the
             gradients' memory and a copy.
-        static_graph: not served yet, must be False.
-        delay_all_reduce_named_params: not served yet, must be None.
-        param_to_hook_all_reduce: not served yet, must be None.
-        mixed_precision: not served yet, must be None.
-        device_mesh: not served yet, must be None.
-        skip_all_reduce_unused_params: accepted; unused parameters are reduced with the others.
+        static_graph: whether every iteration computes the same graph. The first backward counts
+            how often each parameter is used; so several reentrant checkpoints may share one.
+        delay_all_reduce_named_params: pairs of name and parameter that are averaged apart from
+            the others, in one all-reduce, when the gradient of `param_to_hook_all_reduce` is
+            there. All of torch's class.
+        param_to_hook_all_reduce: see `delay_all_reduce_named_params`.
+        mixed_precision: must be None: torch's code for it needs a GPU, and so fails in the first
+            forward of its own class on the CPU.
+        device_mesh: instead of `process_group`, a mesh of one dimension.
+        skip_all_reduce_unused_params: whether buckets of which no rank has used any parameter in
+            the first iteration are left out of all later ones; using one then is an error.
         bucket_cap_mb_list: sizes of the single buckets in MiB.
         batched_grad_copy: accepted; it concerns GPUs.
         forward_sync_buffers: whether rank 0's buffers are copied to all ranks at each forward;
@@ -99,9 +103,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             some parameter's gradient cannot be averaged (the error names it).
         ValueError: a bucket size is negative, there is no such transport, or a parameter or
             buffer is not on the CPU.
-        RuntimeError: there is no process group, no parameter needs a gradient, or the ranks
-            construct different models (the error names parameters and ranks).
-        NotImplementedError: an argument marked "not served yet" is used: it is still to come.
+        RuntimeError: there is no process group, or two; no parameter needs a gradient;
+            `mixed_precision` is given; or the ranks construct different models (the error names
+            parameters and ranks).
     """
 
     process_group: ProcessGroup
@@ -109,6 +113,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     _transport: str
     _default_bucket_sizes: bool
     logger: Logger
+    _divide_by_initial_world_size: bool
+    # torch's constructor ends early, and before it sets this, if all parameters are delayed.
+    _lazy_init_ran = False
     reducer: Reducer  # type: ignore[assignment]  # answers to the same calls as torch's
 
     def __init__(
@@ -119,7 +126,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         dim: int = 0,
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | MPI.Comm | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
@@ -137,16 +144,14 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         transport: str | None = None,
     ) -> None:
         arguments = dict(locals())
-        for name, served in _NOT_SERVED.items():
-            if arguments[name] is not served:
-                _refuse(f"the argument {name}")
         _check_module(module)
         _check_flags(arguments)
-        if static_graph:
-            _refuse("static_graph=True")
         _check_devices(device_ids, output_device)
         _check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
-        _check_process_group(process_group)
+        _check_mixed_precision(mixed_precision)
+        if is_communicator(process_group):
+            process_group = group_of(process_group)
+        _check_process_group(process_group, device_mesh)
         # Read by _build_params_for_reducer, which torch's constructor calls.
         object.__setattr__(self, "_verify_models", bool(init_sync))
         # As in torch: synchronising at forward says nothing about construction.
@@ -166,6 +171,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             find_unused_parameters=find_unused_parameters,
             check_reduction=check_reduction,
             gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            device_mesh=device_mesh,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             bucket_cap_mb_list=list(bucket_cap_mb_list) if bucket_cap_mb_list else None,
             batched_grad_copy=batched_grad_copy,
@@ -198,6 +207,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             "bucket_cap_mb_list": self.bucket_bytes_cap_list,
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
             "find_unused_parameters": self.find_unused_parameters,
+            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
             "forward_sync_buffers": self.forward_sync_buffers,
             "transport": self._transport,
         }
@@ -221,8 +231,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         group = self.process_group
         describe = _describer(parameters, param_to_name_mapping)
 
-        def report_missing(missing: list[tuple[int, int]]) -> None:
-            verification.raise_missing_gradients(group, missing, describe)
+        def report_missing(missing: list[tuple[int, int]], graph_is_static: bool) -> None:
+            verification.raise_missing_gradients(group, missing, describe, graph_is_static)
 
         channel = group.lease_channel(self._transport)
         limits = self._bucket_size_limits(channel)
@@ -238,14 +248,12 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 expect_sparse=expect_sparse_gradient,
                 find_unused_parameters=self.find_unused_parameters,
                 gradient_as_bucket_view=self.gradient_as_bucket_view,
+                skip_unused=self.skip_all_reduce_unused_params,
             )
         except BaseException:
             group.return_channel(channel)
             raise
         weakref.finalize(self.reducer, group.return_channel, channel).atexit = False
-        # A wrapper that was copied or unpickled has its hook already.
-        for hook, _ in self.__dict__.get("_comm_hooks", ()):
-            self.reducer.compress(comm_hooks.wire_dtype(hook))
         self.logger = Logger(self.reducer, limits[-1])
         self.reducer.set_logger(self.logger)
         self.logger.set_construction_data_and_log(
@@ -257,45 +265,83 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             static_graph,
         )
         self._passing_sync_batchnorm_handle(self.module)
+        self._install_copied_hooks()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Change how gradients travel. Overrides torch's method of this name.
+        """Let a hook reduce gradients, or change how they travel. Overrides torch's method.
 
-        Collective: all ranks register hooks of the same effect, before the first backward.
+        Collective: all ranks register the same hook, between two backward passes. With a hook
+        nothing is divided by the number of ranks: the hook does that.
+
+        These hooks are recognised and done without Python, see `mpiddp.compression`:
+        `mpiddp.compression.fp16` and `bf16`, and `fp16_compress_hook`, `bf16_compress_hook` and
+        `allreduce_hook` of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``.
+
+        Any other is called as ``hook(state, bucket)`` for each bucket that is full, in order of
+        their indices, while backward runs. Which parameters have gradients still travels by
+        itself, so that every backward pass waits for all ranks whatever the hook does.
 
         Args:
-            state: None or this module's process group.
-            hook: `mpiddp.compression.fp16` or `bf16`, or `fp16_compress_hook`,
-                `bf16_compress_hook` or `allreduce_hook` of
-                ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``. They are recognised
-                and done without Python, see `mpiddp.compression`.
+            state: what the hook gets as its first argument. For hooks that are recognised: a
+                process group, None for this module's; with another one than this module's they
+                are called as well.
+            hook: takes `state` and a `mpiddp.grad_bucket.GradBucket`, which answers to the calls of
+                torch's, and returns a ``torch.futures.Future`` of one tensor of the shape of
+                ``bucket.buffer()``. What collectives of mpiddp's groups return is completed by
+                then: they do not run beside backward.
 
         Raises:
             TypeError: `hook` is not callable.
-            ValueError: `state` is something else, or `hook` is annotated as no hook.
-            RuntimeError: a hook is registered already, gradients have been reduced, or the ranks
-                register different hooks (the error names them).
-            NotImplementedError: the hook is another one: hooks in Python are still to come.
+            ValueError: `hook` is annotated as no hook, or `state` is not what a hook that is
+                recognised takes.
+            RuntimeError: a hook is registered already, a backward pass is going on, or the ranks
+                register different hooks (the error names them). In backward: the hook raised, or
+                did not return such a future (the error names the bucket and its parameters).
         """
-        dtype = comm_hooks.wire_dtype(hook)
+        comm_hooks.check_hook(hook)
         if self._comm_hooks:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
         group = self.process_group
-        if state is not None and state is not group:
-            raise ValueError(
-                f"the state of {hook.__qualname__} must be None or the process group of this "
-                f"module, not {state!r}"
-            )
-        travel = "as they are" if dtype is None else f"as {dtype}"
+        if comm_hooks.runs_in_python(hook, state, group):
+            travel = f"as {hook_name(hook)} does it"
+        else:
+            # A process group cannot be copied or pickled; None is the world.
+            state = None if group is dist.group.WORLD else group
+            dtype = comm_hooks.wire_dtype(hook)
+            travel = "as they are" if dtype is None else f"as {dtype}"
         verification.verify_equal_models(
             group, {"how gradients travel": travel}, "register different communication hooks"
         )
-        self.reducer.compress(dtype)
-        self.logger._set_comm_hook_name(hook.__qualname__)
-        # A process group cannot be copied or pickled; None is the world.
-        self._comm_hooks.append((hook, None if group is dist.group.WORLD else group))
+        self._install_hook(hook, state)
+        self._comm_hooks.append((hook, state))
+
+    def _install_hook(self, hook: Callable[..., Any], state: object) -> None:
+        if comm_hooks.runs_in_python(hook, state, self.process_group):
+            self.reducer.call_hook(PythonHook(hook, state))
+        else:
+            self.reducer.compress(comm_hooks.wire_dtype(hook))
+        self.logger._set_comm_hook_name(hook_name(hook))
+
+    def _install_copied_hooks(self) -> None:
+        """Install the hook of a wrapper that was copied or unpickled."""
+        hooks = self.__dict__.get("_comm_hooks", [])
+        # Optimizers in backward are of the parameters, and not copied with them.
+        hooks[:] = [own for own in hooks if own[0] is not optimizer_in_backward.step_on_mean]
+        for hook, state in hooks:
+            self._install_hook(hook, state)
+
+    def _lazy_init(self) -> None:
+        """Set up what the first forward finds. Overrides torch's method of this name.
+
+        Collective if there is something; so it waits for a forward that all ranks take.
+        """
+        if torch.is_grad_enabled():
+            super()._lazy_init()
+
+    def _setup_in_backward_optimizers(self) -> None:
+        optimizer_in_backward.set_up(self)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """Register what a built-in hook of torch does. Collective, see `register_comm_hook`."""
@@ -345,34 +391,99 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             cap = BUCKET_BYTES_BETWEEN_NODES
         return [config.first_bucket_bytes_cap, cap]
 
-    # What torch's wrapper offers and this version does not serve yet.
+    # Uneven inputs, see joined.pyx. The rest of join() is torch's.
 
-    def _register_buffer_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not served yet."""
-        _refuse("_register_buffer_comm_hook()")
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool | None:
+        """Tell ranks that have joined whether to reduce. Overrides torch's method of this name.
 
-    def _set_static_graph(self) -> NoReturn:
-        """Not served yet."""
-        _refuse("_set_static_graph()")
+        Collective.
+        """
+        ranks = torch.tensor([float(not is_joined_rank and self.require_backward_grad_sync)])
+        dist.all_reduce(ranks, group=self.process_group)
+        self._ranks_to_reduce = int(ranks.item())
+        return self._ranks_to_reduce > 0 if is_joined_rank else None
 
-    def join(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not served yet."""
-        _refuse("join()")
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        """Reduce zeros in the backward of others. Collective. Overrides torch's method."""
+        divisor = self.process_group.size()
+        # Only the first of several joinables is told the number of ranks, as in torch.
+        if self._join_config.is_first_joinable and not self._divide_by_initial_world_size:
+            divisor = self._ranks_to_reduce
+        joined.begin(self.reducer, divisor)
 
-    def join_hook(self, **kwargs: Any) -> NoReturn:
-        """Not served yet."""
-        _refuse("join_hook()")
+    def _match_unused_params_allreduce(self) -> None:
+        """Do nothing: the reduction itself tells who used what. Overrides torch's method."""
 
-    def _update_process_group(self, new_process_group: Any) -> NoReturn:
-        """Not served yet."""
-        _refuse("_update_process_group()")
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        """Copy the last joiner's model to all. Collective. Overrides torch's method."""
+        joined.finish(self.reducer)
+        super()._sync_final_model(is_last_joiner)
 
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Note statistics in the first 10 iterations, then every so many. Not collective.
 
-def _refuse(what: str) -> NoReturn:
-    raise NotImplementedError(  # the parts of torch's class that later issues bring
-        f"{what} of torch's DistributedDataParallel is not served by this version of mpiddp "
-        f"(README lists what is)"
-    )
+        Overrides torch's method of this name.
+
+        Raises:
+            ValueError: it is below 1.
+        """
+        if sample_rate < 1:
+            self._log_and_throw(
+                ValueError,
+                "DDP runtime logging sample rate should be equal or greater than 1",
+            )
+        self.logger.set_sample_rate(sample_rate)
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Average over another group from now on. Overrides torch's method of this name.
+
+        Collective over the new group; other ranks only take note. Call it between a backward
+        and the next forward.
+
+        Args:
+            new_process_group: a group of mpiddp or an mpi4py communicator.
+
+        Raises:
+            TypeError: it is no group of mpiddp.
+        """
+        self._has_rebuilt_buckets = False
+        if is_communicator(new_process_group):
+            new_process_group = group_of(new_process_group)
+        if _rank_not_in_group(new_process_group):
+            return
+        _check_process_group(new_process_group, None)
+        self.reducer._remove_autograd_hooks()
+        self.process_group = new_process_group
+        parameters, expect_sparse = super()._build_params_for_reducer()
+        for parameter in parameters:
+            if self.gradient_as_bucket_view and parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+        names = self._build_debug_param_to_name_mapping(parameters)
+        self._ddp_init_helper(parameters, expect_sparse, names, self.static_graph)
+        if self.static_graph:
+            self.reducer._set_static_graph()
+            self.logger._set_static_graph()
+
+    # A static graph, see static_graph.pyx.
+
+    @property
+    def _static_graph_delay_allreduce_enqueued(self) -> bool:
+        """Whether torch's wrapper need not delay the first reduction: our reducer does it.
+
+        In torch's class an attribute that is copied along, so that a copy never reduces.
+        """
+        return True
+
+    @_static_graph_delay_allreduce_enqueued.setter
+    def _static_graph_delay_allreduce_enqueued(self, value: bool) -> None:
+        pass
+
+    def _post_forward(self, output: Any) -> Any:
+        """See where backward will begin. Not collective. Overrides torch's method."""
+        output = super()._post_forward(output)
+        if self.static_graph and torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.reducer.watch(list(_find_tensors(output)))
+        return output
 
 
 def _check_module(module: object) -> None:
@@ -431,7 +542,20 @@ def _check_devices(device_ids: object, output_device: object) -> None:
             )
 
 
-def _check_process_group(process_group: object) -> None:
+def _check_mixed_precision(mixed_precision: object) -> None:
+    if mixed_precision is not None:
+        raise RuntimeError(
+            "mixed_precision needs a GPU: torch's class on the CPU raises in its first forward "
+            '("cpu backend doesn\'t support events"). Use torch.autocast for the computation, and '
+            "mpiddp.compression.fp16 or bf16 with register_comm_hook for the gradients"
+        )
+
+
+def _check_process_group(process_group: object, device_mesh: Any) -> None:
+    if device_mesh is not None:
+        if process_group is not None or device_mesh.ndim != 1:
+            return  # torch says what is wrong with these
+        process_group = device_mesh.get_group(mesh_dim=0)
     if process_group is None:
         if not dist.is_initialized():
             raise RuntimeError("call mpiddp.init_process_group() before DistributedDataParallel")

@@ -182,11 +182,14 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> Work:
         """Gather each input from all ranks into a list, as dist.all_gather does.
 
-        Collective. Any dtype; the tensors of the ranks may differ in size.
+        Collective. Any dtype; the tensors of the ranks may differ in size. The future of the Work
+        holds for each input, where all are of one shape, one tensor of all ranks', as with NCCL:
+        torch's quantization hooks index it by rank.
 
         Raises:
             ValueError: a list has not one tensor for each rank.
         """
+        gathered: list[Any] = []
         for output, tensor in zip(outputs, inputs, strict=True):
             if len(output) != self.size():
                 raise ValueError(
@@ -207,7 +210,11 @@ class ProcessGroup(dist.ProcessGroup):
             )
             self.wait_for(request, "all_gather", opts, source, flat)
             _unpack(flat, output)
-        return _completed(outputs)
+            alike = all(p.shape == tensor.shape and p.dtype == tensor.dtype for p in output)
+            gathered.append(
+                flat.view(tensor.dtype).view(self.size(), *tensor.shape) if alike else output
+            )
+        return _completed(gathered)
 
     def _allgather_base(
         self,
@@ -439,6 +446,8 @@ class ProcessGroup(dist.ProcessGroup):
         limit = self._limit(opts)
         began = time.monotonic()
         while not request.Test():
+            # Other ranks may wait for a bucket of this one before they come here.
+            self.engine.progress()
             waited = time.monotonic() - began
             if waited > limit:
                 _abandoned.append((request, memory))

@@ -202,7 +202,7 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
         )
     world = _world.communicator
     ranks = list(options.global_ranks_in_group)
-    if ranks and len(ranks) < world.Get_size():
+    if ranks and ranks != list(range(world.Get_size())):
         group = world.Get_group().Incl(ranks)
         communicator = world.Create_group(group)
         group.Free()

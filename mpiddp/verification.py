@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -79,7 +79,8 @@ def raise_missing_gradients(
     process_group: ProcessGroup,
     missing: Sequence[tuple[int, int]],
     describe_parameter: Callable[[int], str],
-) -> None:
+    static_graph: bool = False,
+) -> NoReturn:
     """Raise on all ranks, naming the parameters that got no gradient, and where.
 
     Collective: all ranks know from the reduced flags that some rank missed some.
@@ -88,6 +89,7 @@ def raise_missing_gradients(
         process_group: the ranks.
         missing: pairs (parameter index, bucket index) that this rank missed.
         describe_parameter: returns the name and shape of a parameter.
+        static_graph: whether the first backward has told which gradients to expect.
 
     Raises:
         RuntimeError: always.
@@ -101,14 +103,71 @@ def raise_missing_gradients(
         for (index, bucket), ranks in sorted(where.items())
     ]
     rest = f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    if static_graph:
+        advice = (
+            "Your training graph has changed: in the first iteration they had one. This is not "
+            "compatible with static_graph set to True: leave it out, and pass "
+            "find_unused_parameters=True if parameters may be unused"
+        )
+    else:
+        advice = (
+            "If that is what your model does, pass find_unused_parameters=True to "
+            "DistributedDataParallel; if not, see that every output of forward takes part in the "
+            "loss and every parameter in an output, on all ranks"
+        )
     raise RuntimeError(
         f"Expected to have finished reduction in the prior iteration before starting a new one. "
         f"These parameters got no gradient in the last backward: "
         f"{'; '.join(shown[:_SHOWN])}{rest}. "
-        f"The others were averaged, with zeros for what was missing. If that is what your model "
-        f"does, pass find_unused_parameters=True to DistributedDataParallel; if not, see that "
-        f"every output of forward takes part in the loss and every parameter in an output, on "
-        f"all ranks."
+        f"The others were averaged, with zeros for what was missing. {advice}."
+    )
+
+
+def raise_used_again(parameter: str, static_graph: bool, skipped: bool) -> NoReturn:
+    """Raise for a hook that ran although its parameter was ready. Not collective.
+
+    Args:
+        parameter: its name and shape.
+        static_graph: whether the first backward has told how often it is used.
+        skipped: whether its bucket is left out because no rank used it.
+
+    Raises:
+        RuntimeError: always.
+    """
+    if skipped:
+        raise RuntimeError(
+            f"{parameter} was used by no rank in the first iteration that was reduced, so its "
+            f"bucket is skipped, but it is used now. skip_all_reduce_unused_params=True needs "
+            f"the same unused parameters in every iteration: leave it out."
+        )
+    if static_graph:
+        raise RuntimeError(
+            f"Your training graph has changed in this iteration: {parameter} was used more often "
+            f"than in the first one, or for the first time. This is not compatible with "
+            f"static_graph set to True: leave it out, or compute the same in every iteration."
+        )
+    raise RuntimeError(
+        f"Expected to mark a variable ready only once. The gradient of {parameter} was accumulated "
+        f"a second time in one backward pass: the parameter is used in several reentrant backward "
+        f"passes (torch.utils.checkpoint with use_reentrant=True), or outside of the wrapped "
+        f"module's forward. Use use_reentrant=False, or compute all uses in one forward; or, if "
+        f"every iteration computes the same graph, pass static_graph=True to "
+        f"DistributedDataParallel."
+    )
+
+
+def raise_timed_out(process_group: ProcessGroup, bucket: str) -> NoReturn:
+    """Raise for a bucket that other ranks have not reduced in time. Not collective.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        f"rank {process_group.rank()}: the all-reduce of {bucket} has waited "
+        f"{process_group.timeout.total_seconds():g} s for other ranks. Likely causes: a rank "
+        f"skipped this backward pass or left the training loop early (uneven numbers of batches: "
+        f"train inside of `with model.join():`), a rank has failed or hangs elsewhere, or one rank "
+        f"is far slower (then raise the timeout of init_process_group)."
     )
 
 

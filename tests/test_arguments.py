@@ -9,6 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from mpiddp import DistributedDataParallel as DDP
 
@@ -166,38 +169,88 @@ class TestArguments:
             DDP(nn.Linear(4, 4), bucket_cap_gb=1)  # type: ignore[call-arg]
 
 
-NOT_SERVED_ARGUMENTS: dict[str, Any] = {
-    "static_graph": True,
-    "delay_all_reduce_named_params": [("weight", None)],
-    "param_to_hook_all_reduce": nn.Parameter(torch.ones(1)),
-    "mixed_precision": object(),
-    "device_mesh": object(),
-}
-
-NOT_SERVED_METHODS: dict[str, Callable[[DDP], object]] = {
-    "register_comm_hook": lambda m: m.register_comm_hook(None, lambda state, bucket: bucket),
-    "_register_buffer_comm_hook": lambda m: m._register_buffer_comm_hook(None, print),
-    "_set_static_graph": lambda m: m._set_static_graph(),
-    "join": lambda m: m.join(),
-    "join_hook": lambda m: m.join_hook(),
-    "_update_process_group": lambda m: m._update_process_group(dist.group.WORLD),
-}
-
-
 @mpi
-class TestNotServed:
-    @pytest.mark.parametrize("name", NOT_SERVED_ARGUMENTS)
-    def test_argument(self, name: str) -> None:
-        said = rf"{name}.* is not served by this version"
-        with pytest.raises(NotImplementedError, match=said):  # this argument is still to come
-            DDP(nn.Linear(4, 4), **{name: NOT_SERVED_ARGUMENTS[name]})
+class TestRefusedAsInTorch:
+    """The same exception types as torch's class over Gloo."""
 
-    @pytest.mark.parametrize("name", NOT_SERVED_METHODS)
-    def test_method(self, name: str) -> None:
-        wrapped = DDP(nn.Linear(4, 4))
-        said = rf"{name}\(\).* is not served"
-        with pytest.raises(NotImplementedError, match=said):  # this method is still to come
-            NOT_SERVED_METHODS[name](wrapped)
+    def both(self, gloo: dist.ProcessGroup, kind: type[Exception], **options: Any) -> str:
+        module = nn.Linear(4, 4)
+        if "param_to_hook_all_reduce" in options:
+            options["param_to_hook_all_reduce"] = module.weight
+        if "process_group" in options:
+            options["process_group"] = dist.group.WORLD
+        with pytest.raises(kind) as ours:
+            DDP(module, **options)
+        if "process_group" in options or "device_mesh" not in options:
+            options["process_group"] = gloo
+        with pytest.raises(kind):
+            TorchDDP(nn.Linear(4, 4), **options)
+        return str(ours.value)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"delay_all_reduce_named_params": []},
+            {"param_to_hook_all_reduce": ...},
+            {"device_ids": [0]},
+            {"device_ids": [0, 1]},
+            {"output_device": "cpu"},
+        ],
+        ids=lambda options: "".join(options),
+    )
+    def test_value(self, options: dict[str, Any], gloo: dist.ProcessGroup) -> None:
+        assert next(iter(options)) in self.both(gloo, ValueError, **options)
+
+    def test_mesh_and_group(self, gloo: dist.ProcessGroup) -> None:
+        mesh = init_device_mesh("cpu", (size(),))
+        said = self.both(gloo, RuntimeError, device_mesh=mesh, process_group=...)
+        assert "both process_group and device_mesh" in said
+
+    def test_mesh_of_two_dimensions(self, gloo: dist.ProcessGroup) -> None:
+        mesh = init_device_mesh("cpu", (1, size()), mesh_dim_names=("a", "b"))
+        assert "Only 1D" in self.both(gloo, RuntimeError, device_mesh=mesh)
+
+    def test_no_mesh(self, gloo: dist.ProcessGroup) -> None:
+        assert "ndim" in self.both(gloo, AttributeError, device_mesh=object())
+
+    def test_mixed_precision(self, gloo: dist.ProcessGroup) -> None:
+        """Torch's class constructs it on the CPU and fails in the first forward."""
+        config = _MixedPrecision(torch.float16)
+        with pytest.raises(RuntimeError, match=r"mixed_precision needs a GPU.*autocast"):
+            DDP(nn.Linear(4, 4), mixed_precision=config)
+        theirs = TorchDDP(nn.Linear(4, 4), mixed_precision=config, process_group=gloo)
+        with pytest.raises(RuntimeError, match="cpu backend doesn't support events"):
+            theirs(torch.ones(2, 4))
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"check_reduction": True},
+            {"broadcast_buffers": True},
+            {"broadcast_buffers": False},
+            {"broadcast_buffers": False, "forward_sync_buffers": True},
+        ],
+        ids=lambda options: "".join(options),
+    )
+    def test_warnings(self, options: dict[str, bool], gloo: dist.ProcessGroup) -> None:
+        said: list[list[tuple[type[Warning], str]]] = []
+        for wrap, more in ((DDP, {}), (TorchDDP, {"process_group": gloo})):
+            with pytest.warns(FutureWarning) as caught:
+                wrapped = wrap(nn.BatchNorm1d(4), **options, **more)
+            said.append([(warning.category, str(warning.message)) for warning in caught])
+            expected = options.get("forward_sync_buffers", options.get("broadcast_buffers", True))
+            assert wrapped.broadcast_buffers is wrapped.forward_sync_buffers is expected
+            assert wrapped.will_sync_module_buffers() is expected
+        assert said[0] == said[1]
+
+    @pytest.mark.parametrize(
+        "options", [{"dim": 1}, {"device_ids": []}, {"batched_grad_copy": True}]
+    )
+    def test_accepted_on_the_cpu(self, options: dict[str, Any], gloo: dist.ProcessGroup) -> None:
+        ours = DDP(nn.Linear(4, 4), **options)
+        theirs = TorchDDP(nn.Linear(4, 4), process_group=gloo, **options)
+        for name in ("dim", "device_ids", "output_device", "batched_grad_copy", "device"):
+            assert getattr(ours, name) == getattr(theirs, name)
 
 
 def linear(**options: Any) -> nn.Linear:

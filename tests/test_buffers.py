@@ -1,12 +1,18 @@
 """Buffers are those of rank 0 at each forward call, unless that is switched off."""
 
+import copy
+import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import mlp
 from replicas import RANK, SIZE, all_bits, assert_close, assert_same_bits, gather, together
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from mpiddp import DistributedDataParallel as DDP
 
@@ -200,3 +206,78 @@ def test_rank_0_runs_ahead():
         model.table.fill_(step if RANK == 0 else -1)
         wrapped(torch.ones(1, 1))
         assert model.table.unique().tolist() == [step]
+
+
+class TestBufferHook:
+    """`_register_buffer_comm_hook`: the user's own way to synchronise buffers."""
+
+    @pytest.mark.parametrize(
+        ("location", "returns"),
+        [  # Futures that nobody waits for before forward are of no use there.
+            (_BufferCommHookLocation.PRE_FORWARD, "nothing"),
+            (_BufferCommHookLocation.POST_FORWARD, "nothing"),
+            (_BufferCommHookLocation.POST_FORWARD, "futures"),
+        ],
+    )
+    def test_as_torch(self, location, returns, gloo):
+        def add_up(group, buffers):
+            assert set(buffers) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+            works = [dist.all_reduce(b, group=group, async_op=True) for b in buffers.values()]
+            if returns == "futures":
+                return [work.get_future() for work in works]
+            for work in works:
+                work.wait()
+            return None
+
+        module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        ours = DDP(copy.deepcopy(module))
+        theirs = TorchDDP(module, process_group=gloo)
+        ours._register_buffer_comm_hook(None, add_up, location)
+        theirs._register_buffer_comm_hook(gloo, add_up, location)
+        for _ in range(3):
+            batch = torch.randn(5, 3) + RANK
+            for model in (ours, theirs):
+                model.zero_grad()
+                model(batch).square().sum().backward()
+            with together():
+                for name, buffer in ours.named_buffers():
+                    assert_close(buffer.double(), theirs.get_buffer(name).double(), name, 1e7)
+
+    def test_backward_waits_for_the_futures(self):
+        """Also for those of several forwards; and an error in one is backward's."""
+        waited: list[int] = []
+
+        def later(state, buffers):
+            future: torch.futures.Future[None] = torch.futures.Future()
+            threading.Timer(0.05, lambda: (waited.append(1), future.set_result(None))).start()
+            return [future]
+
+        wrapped = DDP(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+        wrapped._register_buffer_comm_hook(None, later, _BufferCommHookLocation.POST_FORWARD)
+        losses = [wrapped(torch.randn(4, 3)).sum() for _ in range(2)]
+        sum(losses).backward()
+        with together():
+            assert waited == [1, 1]
+
+        def fail(state, buffers):
+            future: torch.futures.Future[None] = torch.futures.Future()
+            future.set_exception(ValueError("broken on purpose"))
+            return [future]
+
+        wrapped._register_buffer_comm_hook(None, fail, _BufferCommHookLocation.POST_FORWARD)
+        loss = wrapped(torch.randn(4, 3)).sum()
+        with together(), pytest.raises(ValueError, match="broken on purpose"):
+            loss.backward()
+
+    def test_future_that_never_completes(self):
+        group = dist.new_group(timeout=timedelta(seconds=0.5))
+        wrapped = DDP(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), process_group=group)
+        wrapped._register_buffer_comm_hook(None, lambda *_: [torch.futures.Future()])
+        loss = wrapped(torch.randn(4, 3)).sum()
+        with together(), pytest.raises(RuntimeError, match=r"hook of the buffers .* within 0.5 s"):
+            loss.backward()
+        dist.destroy_process_group(group)
+
+    def test_not_callable(self):
+        with together(), pytest.raises(AssertionError, match="hook must be callable"):
+            DDP(nn.Linear(3, 2))._register_buffer_comm_hook(None, 3)

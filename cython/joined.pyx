@@ -1,0 +1,109 @@
+"""The part of a rank without inputs in the backward of the others: zeros, bucket by bucket.
+
+A rank that has joined (`torch.distributed.algorithms.join`) must reduce what the others
+reduce, in the same order, or they would wait for it. It has no gradient for any parameter
+and has missed none: see Note [Flags behind the gradients]. Its own gradients stay as they
+are, also where they are views of the buckets.
+
+`begin` does not wait: the others may call the forward of another module, and meet this rank
+there, before they come to this backward. Until `finish`, the engine goes on while this rank
+waits in the process group.
+"""
+
+from libc.string cimport memset
+
+from mpiddp.bucket cimport INCOMPLETE, MISSED, Bucket
+from mpiddp.engine cimport element_bytes
+from mpiddp.reducer cimport Reducer
+
+
+def begin(Reducer reducer not None, double divisor):
+    """Submit zeros for one backward of the ranks that have not joined.
+
+    Collective with that backward.
+
+    Args:
+        reducer: of the module that the other ranks train.
+        divisor: what the sums over ranks are divided by, the same on all ranks.
+
+    Raises:
+        RuntimeError: the transport has failed, or sparse gradients could not be reduced.
+    """
+    cdef Bucket bucket
+    # This rank's last forward may have had no backward.
+    reducer.expecting = False
+    reducer._reset_counting()
+    reducer.missing = []
+    reducer.incomplete = False
+    reducer.set_divisor(divisor)
+    reducer.kept = []
+    for bucket in reducer.buckets:
+        if bucket.skipped:
+            continue
+        if not bucket.sparse:
+            _submit_zeros(reducer, bucket)
+        if reducer.python_hook is not None:
+            _launch(reducer, bucket)
+    if reducer.has_sparse:
+        # These go through the process group: their turn is now.
+        _wait(reducer)
+        reducer._reduce_sparse(True)
+
+
+cdef _submit_zeros(Reducer reducer, Bucket bucket):
+    if reducer.gradient_as_bucket_view:
+        # Where `.grad` is in memory that is overwritten now.
+        if bucket.staging is None:
+            reducer.kept.append((bucket, bucket.buffer.clone()))
+        elif bucket.flags_only:
+            reducer.kept.append((bucket, bucket.staging.clone()))
+    if bucket.flags_only:
+        bucket.staging.zero_()
+    memset(bucket.work.data, 0, bucket.work.count * element_bytes(bucket.work.element))
+    bucket.set_flag(INCOMPLETE, True)
+    reducer.channel.submit(&bucket.work)
+
+
+cdef _launch(Reducer reducer, Bucket bucket):
+    """Call the communication hook as the other ranks do, with zeros."""
+    if not bucket.sparse:
+        reducer.python_hook.launch(reducer, bucket)
+        return
+    parameter = reducer.parameters[bucket.parameter_indices[0]]
+    gradient, parameter.grad = parameter.grad, None
+    try:
+        reducer.python_hook.launch(reducer, bucket)
+    finally:
+        parameter.grad = gradient
+
+
+cdef _wait(Reducer reducer):
+    cdef Bucket bucket
+    for bucket in reducer.buckets:
+        if not bucket.sparse and not bucket.skipped:
+            reducer.wait_for(bucket)
+            reducer.incomplete |= bucket.flag(MISSED)
+
+
+def finish(Reducer reducer not None):
+    """Wait for the backward that `begin` has begun; do nothing if there is none.
+
+    Collective.
+
+    Raises:
+        RuntimeError: an all-reduce failed, or some rank did not take part in it within the
+            group's timeout.
+    """
+    cdef Bucket bucket
+    if reducer.kept is None:
+        return
+    _wait(reducer)
+    if reducer.python_hook is not None:
+        for bucket in reducer.buckets:
+            if not bucket.sparse and not bucket.skipped:
+                reducer.python_hook.finish(reducer, bucket)
+                reducer._find_views(bucket)
+    for bucket, content in reducer.kept:
+        (bucket.staging if bucket.flags_only else bucket.buffer).copy_(content)
+    reducer.kept = None
+    reducer._after_reduction()
