@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, GivenGradients, loss_of, mlp
-from replicas import RANK, SIZE, assert_close, assert_replicated, share, together
+from replicas import RANK, SIZE, assert_close, assert_replicated, gather, share, together
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, optimizer_overlap_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -156,6 +156,7 @@ def test_evaluated_on_one_rank_first():
     if RANK == 0:
         with torch.no_grad():
             wrapped(torch.ones(1, 3))
+    gather("rank 0 is through")
     before = model.weight.detach().clone()
     wrapped(torch.full((1, 3), 1.0 + RANK)).sum().backward()
     with together():
