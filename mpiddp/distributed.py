@@ -24,8 +24,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from mpiddp import comm_hooks, joined, optimizer_in_backward, verification
 from mpiddp.bucket import supported_dtypes
 from mpiddp.bucket_assignment import BucketAssignment
-from mpiddp.compilation import run_as_it_is
 from mpiddp.communicator_group import group_of, is_communicator
+from mpiddp.compilation import run_as_it_is
 from mpiddp.logger import Logger
 from mpiddp.python_hook import PythonHook, hook_name
 from mpiddp.reducer import Reducer
