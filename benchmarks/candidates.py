@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from limit import Limit
-from models import Workload
 from mpi4py import MPI
 from names import (
     FLATTENED,
@@ -31,6 +30,7 @@ from names import (
     TORCH_MPI,
 )
 from torch import nn
+from workloads import Workload
 
 import mpiddp
 

@@ -26,9 +26,9 @@ mpi4py.rc.initialize = False
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from measuring import describe_machine, quartiles, ratio, show_ratio, table  # noqa: E402
-from models import linears  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 from names import GLOO, OURS  # noqa: E402
+from workloads import linears  # noqa: E402
 
 import mpiddp  # noqa: E402
 

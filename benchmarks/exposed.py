@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from candidates import Candidate, LimitAlone, Maker
 from measuring import Record, describe_machine, exposed, quartiles, ratio, show_ratio, table
-from models import MODELS, Workload
 from mpi4py import MPI
 from names import GLOO, NAMES, OURS
+from workloads import MODELS, MODELS_BETWEEN_HOSTS, Workload, seconds_of_parts, with_backward_of
 
 import mpiddp
 
@@ -181,9 +181,12 @@ def run(
 ) -> Record:
     """Measure one model. Collective."""
     maker = Maker(workload, gloo, wanted, views)
+    forward, backward = seconds_of_parts(maker.first, maker.inputs)
     records = measure(maker.make(), seconds)
     return {
         "model": name,
+        "forward": forward,
+        "backward": backward,
         "ranks": dist.get_world_size(),
         "nodes": mpiddp.get_topology().node_count,
         "parameters": len(list(maker.first.parameters())),
@@ -200,7 +203,9 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=30, help="for each model (30)")
     parser.add_argument("--views", choices=("on", "off", "both"), default="on")
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    models = {**MODELS, **MODELS_BETWEEN_HOSTS}
+    parser.add_argument("--models", nargs="+", choices=list(models), default=list(MODELS))
+    parser.add_argument("--backward", type=float, help="choose the batch: seconds of backward")
     parser.add_argument("--candidates", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--json", metavar="FILE", help="write samples, machine and versions")
     args = parser.parse_args()
@@ -213,7 +218,10 @@ def main() -> None:
     views = {"on": [True], "off": [False], "both": [True, False]}[args.views]
     results = []
     for name in args.models:
-        result = run(name, MODELS[name], gloo, args.candidates, views, args.seconds)
+        workload = models[name]
+        if args.backward:
+            workload = with_backward_of(workload, args.backward)
+        result = run(name, workload, gloo, args.candidates, views, args.seconds)
         results.append(result)
         if dist.get_rank() == 0:
             print(report(result), end="\n\n", flush=True)

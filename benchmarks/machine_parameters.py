@@ -22,10 +22,10 @@ import exposed
 import numpy as np
 import torch
 import torch.distributed as dist
-from models import Workload
 from mpi4py import MPI
 from names import GLOO, OURS, OURS_MPI
 from torch import nn
+from workloads import Workload
 
 import mpiddp
 

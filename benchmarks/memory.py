@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from measuring import describe_machine, table
-from models import MODELS
 from mpi4py import MPI
 from names import GLOO, OURS, OURS_MPI
+from workloads import MODELS
 
 import mpiddp
 

@@ -45,6 +45,7 @@ cdef class Reducer:
     cdef bint has_sparse
     cdef list hooks
     cdef list handles
+    cdef list sharing               # weak references to reducers of the same parameters
     cdef list arrival_order
     cdef dict set_aside             # gradients of locally unused parameters in views
     cdef list before                # .grad and its version at the end of forward
@@ -63,6 +64,7 @@ cdef class Reducer:
     cdef int contribute_old(self, Py_ssize_t index, object parameter, object gradient) except -1
     cdef int copy_in(self, Py_ssize_t index, object parameter, object gradient) except -1
     cdef int queue_callback(self) except -1
+    cdef int refuse_sharing(self) except -1
     cdef int launch_full_buckets(self) except -1
     cdef int copy_out(self, Py_ssize_t index) except -1
 

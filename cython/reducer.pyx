@@ -30,6 +30,8 @@ from cpython.object cimport PyObject
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
+import weakref
+
 import torch
 from torch.autograd import Variable
 
@@ -114,6 +116,7 @@ cdef class Reducer:
         self.post_backward_futures = []
         self.hooks = []
         self.handles = []
+        self.sharing = []
         self.states = <ParameterState *>calloc(max(count, 1), sizeof(ParameterState))
         if self.states == NULL:
             raise MemoryError
@@ -134,6 +137,13 @@ cdef class Reducer:
 
     cdef _register_hook(self, Py_ssize_t index):
         cdef ParameterHook hook = ParameterHook.__new__(ParameterHook)
+        cdef Reducer other
+        for others in (self.parameters[index]._post_accumulate_grad_hooks or {}).values():
+            if isinstance(others, ParameterHook) and (<ParameterHook>others).reducer != NULL:
+                other = <Reducer>(<ParameterHook>others).reducer
+                if weakref.ref(other) not in self.sharing:
+                    self.sharing.append(weakref.ref(other))
+                    other.sharing.append(weakref.ref(self))
         hook.reducer = <PyObject *>self
         hook.index = index
         self.hooks.append(hook)
@@ -300,8 +310,31 @@ cdef class Reducer:
     cdef int queue_callback(self) except -1:
         """Have `end_of_backward` called, see Note [End of backward]."""
         if self.expecting and not self.callback_queued:
+            if self.sharing:
+                self.refuse_sharing()
             _queue_callback(self.end_of_backward)
             self.callback_queued = True
+        return 0
+
+    cdef int refuse_sharing(self) except -1:
+        """Refuse a backward in which two reducers want the same gradients in their buckets."""
+        cdef Reducer other
+        for reference in self.sharing:
+            other = reference()
+            if other is None or not other.expecting:
+                continue
+            if self.gradient_as_bucket_view or other.gradient_as_bucket_view:
+                shared = {id(parameter) for parameter in other.parameters}
+                names = [
+                    self.describe_parameter(index)
+                    for index, parameter in enumerate(self.parameters) if id(parameter) in shared
+                ]
+                raise RuntimeError(
+                    f"{names[0]} and {len(names) - 1} more belong to two wrapped modules that "
+                    f"are reduced in the same backward, and a gradient cannot be a view into "
+                    f"two buckets: wrap the module once, or wrap it without "
+                    f"gradient_as_bucket_view=True."
+                )
         return 0
 
     cdef int copy_in(self, Py_ssize_t index, object parameter, object gradient) except -1:
@@ -647,6 +680,4 @@ cdef class Reducer:
 
     def set_logger(self, logger):
         """Remember the wrapper's logger (weakly). Not collective."""
-        import weakref
-
         self.logger = weakref.ref(logger)

@@ -61,7 +61,37 @@ cdef extern from *:
         pthread_sigmask(SIG_SETMASK, &before, NULL);
         return code;
     }
+
+    #include <stdint.h>
+    #include <sys/syscall.h>
+    #include <unistd.h>
+
+    /* The kernel's struct sched_attr in its first form. */
+    struct mpiddp_scheduling {
+        uint32_t size, policy;
+        uint64_t flags;
+        int32_t nice;
+        uint32_t priority;
+        uint64_t runtime, deadline, period;
+    };
+
+    static inline void mpiddp_ask_for_slices(uint64_t nanoseconds)
+    {
+        struct mpiddp_scheduling attributes;
+        if (syscall(SYS_sched_getattr, 0, &attributes, sizeof attributes, 0) == 0
+            && attributes.policy == 0) {
+            attributes.runtime = nanoseconds;
+            syscall(SYS_sched_setattr, 0, &attributes, 0);
+        }
+    }
+
+    static inline void mpiddp_name_thread(const char *name)
+    { pthread_setname_np(pthread_self(), name); }
     """
+    # Give the calling thread turns of this length, which Linux grants the sooner the shorter they
+    # are. Kernels before 6.12 and other policies than SCHED_OTHER ignore it.
+    void ask_for_slices "mpiddp_ask_for_slices"(unsigned long long nanoseconds) noexcept nogil
+    void name_thread "mpiddp_name_thread"(const char *name) noexcept nogil
     int load "mpiddp_load"(const int *) noexcept nogil
     void store "mpiddp_store"(int *, int) noexcept nogil
     int create_thread_without_signals "mpiddp_create_thread_without_signals"(

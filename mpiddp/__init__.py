@@ -37,11 +37,13 @@ from mpiddp.rendezvous import (  # noqa: E402
     get_topology,
     init_process_group,
 )
+from mpiddp.sync_batch_norm import SyncBatchNorm  # noqa: E402
 
 _Backend.register_backend(BACKEND, create_process_group, extended_api=True, devices=["cpu", "cuda"])
 
 __all__ = [
     "DistributedDataParallel",
+    "SyncBatchNorm",
     "Topology",
     "compiled_against",
     "compression",

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch._C._distributed_c10d import BroadcastOptions, _compute_bucket_assignment_by_size
 
+from mpiddp.compilation import run_as_it_is
+
 if TYPE_CHECKING:
     from mpiddp.process_group import ProcessGroup
 
 
+@run_as_it_is
 class BucketAssignment:
     """Assigns parameters to buckets by size, in the order in which gradients come.
 

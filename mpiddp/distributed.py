@@ -22,6 +22,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from mpiddp import comm_hooks, optimizer_in_backward, verification
 from mpiddp.bucket import supported_dtypes
 from mpiddp.bucket_assignment import BucketAssignment
+from mpiddp.compilation import run_as_it_is
 from mpiddp.logger import Logger
 from mpiddp.python_hook import PythonHook, hook_name
 from mpiddp.reducer import Reducer
@@ -56,6 +57,7 @@ _FLAGS = (
 )
 
 
+@run_as_it_is
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """Average the gradients of `module` over all ranks while backward runs.
 
@@ -104,6 +106,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """
 
     process_group: ProcessGroup
+    _init_sync_buffers: bool
     _transport: str
     _default_bucket_sizes: bool
     logger: Logger
@@ -147,6 +150,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         _check_process_group(process_group)
         # Read by _build_params_for_reducer, which torch's constructor calls.
         object.__setattr__(self, "_verify_models", bool(init_sync))
+        # As in torch: synchronising at forward says nothing about construction.
+        with_buffers = forward_sync_buffers is not None or broadcast_buffers in (None, True)
+        object.__setattr__(self, "_init_sync_buffers", with_buffers)
         object.__setattr__(self, "_default_bucket_sizes", bucket_cap_mb is None)
         object.__setattr__(self, "_transport", requested_transport(transport))
         super().__init__(
@@ -155,7 +161,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             output_device=output_device,
             dim=dim,
             broadcast_buffers=broadcast_buffers,
-            init_sync=init_sync,
+            init_sync=False,  # done by _build_params_for_reducer
             process_group=process_group,
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
@@ -171,9 +177,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         parameters, expect_sparse = super()._build_params_for_reducer()
         if self._verify_models:
-            # Before torch's own check, whose error names no parameter, and before anything is
-            # broadcast, which needs equal sizes.
+            # Instead of torch's own check, whose error names no parameter, and before anything
+            # is broadcast, which needs equal sizes.
             self._verify_equal_models()
+            self._broadcast_initial_state()
         return parameters, expect_sparse
 
     def _verify_equal_models(self) -> None:
@@ -220,6 +227,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
         channel = group.lease_channel(self._transport)
         limits = self._bucket_size_limits(channel)
+        self.bucket_bytes_cap = limits[-1]  # torch.compile ends its graphs where buckets end
         try:
             self.reducer = Reducer(
                 parameters,
@@ -342,9 +350,22 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             return
         if authoritative_rank == 0 and self._transport != "mpi":
             with torch.no_grad():
-                if self.process_group.broadcast_buffers(tensors):
+                if self.process_group.broadcast_state(tensors):
                     return
         super()._default_broadcast_coalesced(tensors, bucket_size, authoritative_rank)
+
+    def _broadcast_initial_state(self) -> None:
+        """Let all ranks start from rank 0's parameters and buffers. Collective."""
+        tensors = [
+            tensor.detach()
+            for named in (
+                self.module.named_parameters(),
+                self.module.named_buffers() if self._init_sync_buffers else (),
+            )
+            for name, tensor in named
+            if name not in self.parameters_to_ignore
+        ]
+        self._default_broadcast_coalesced(tensors, self.broadcast_bucket_size)
 
     def _bucket_size_limits(self, channel: Channel) -> Sequence[int]:
         """Return the sizes of the first, second ... bucket in bytes; the last holds for the rest.

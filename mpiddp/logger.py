@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mpiddp.compilation import run_as_it_is
 from mpiddp.reducer import Reducer
 
 
@@ -18,6 +19,7 @@ class LoggingData:
     ints_map: dict[str, int] = field(default_factory=dict)
 
 
+@run_as_it_is
 class Logger:
     """Collects logging data of one reducer.
 

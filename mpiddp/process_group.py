@@ -23,6 +23,8 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # stub l
     AllreduceOptions,
     BarrierOptions,
     BroadcastOptions,
+    GatherOptions,
+    ScatterOptions,
     Store,
     Work,
     _create_work_from_future,
@@ -30,8 +32,9 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # stub l
 
 from mpiddp import datatypes
 from mpiddp.abort import abort_job
-from mpiddp.buffer_broadcast import BufferBroadcast
+from mpiddp.compilation import run_as_it_is
 from mpiddp.engine import Channel, Engine
+from mpiddp.state_broadcast import StateBroadcast
 from mpiddp.transport import open_channel
 
 Result = TypeVar("Result")
@@ -51,6 +54,7 @@ _LONGEST_NAP = 1e-3
 _abandoned: list[tuple[MPI.Request, tuple[torch.Tensor, ...]]] = []
 
 
+@run_as_it_is
 class ProcessGroup(dist.ProcessGroup):
     """The ranks of one communicator, as torch.distributed sees them.
 
@@ -78,7 +82,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._channels: list[Channel] = []
         self._transports: list[str] = []
         self._leased: set[int] = set()
-        self._buffer_broadcast: BufferBroadcast | None = None
+        self._state_broadcast: StateBroadcast | None = None
         self._name = ""
         communicator.Set_name("mpiddp")
 
@@ -116,16 +120,16 @@ class ProcessGroup(dist.ProcessGroup):
                     channel.transport.free()
                 channel.communicator.Free()
         self._channels.clear()
-        if self._buffer_broadcast is not None:
-            self._buffer_broadcast.free()
-            self._buffer_broadcast = None
+        if self._state_broadcast is not None:
+            self._state_broadcast.free()
+            self._state_broadcast = None
         if self.communicator != MPI.COMM_NULL:
             self.communicator.Free()
 
     def forget_communicators(self) -> None:
         """Make shutdown free nothing, for an exit that is not collective. Not collective."""
         self._channels.clear()
-        self._buffer_broadcast = None
+        self._state_broadcast = None
         self.communicator = MPI.COMM_NULL
 
     def abort(self) -> None:
@@ -205,11 +209,7 @@ class ProcessGroup(dist.ProcessGroup):
                 [datatypes.buffer_of(flat)[0], counts, None, MPI.BYTE],
             )
             self.wait_for(request, "all_gather", opts, source, flat)
-            with torch.no_grad():
-                for part, piece in zip(output, torch.split(flat, counts), strict=True):
-                    if part.numel():
-                        # Viewing bytes as a wider dtype needs them aligned: copy.
-                        part.copy_(piece.clone().view(part.dtype).view(part.shape))
+            _unpack(flat, output)
             alike = all(p.shape == tensor.shape and p.dtype == tensor.dtype for p in output)
             gathered.append(
                 flat.view(tensor.dtype).view(self.size(), *tensor.shape) if alike else output
@@ -250,6 +250,54 @@ class ProcessGroup(dist.ProcessGroup):
         """
         return self._allgather_base(output, input, opts)
 
+    def gather(
+        self,
+        outputs: list[list[torch.Tensor]],
+        inputs: list[torch.Tensor],
+        opts: GatherOptions,
+    ) -> Work:
+        """Gather each input from all ranks into a list on one, as dist.gather does.
+
+        Collective. Any dtype; the tensors of the ranks may differ in size.
+
+        Raises:
+            ValueError: the list on ``opts.rootRank`` has not one tensor for each rank.
+        """
+        root = opts.rootRank
+        for index, tensor in enumerate(inputs):
+            source = self._dense(tensor)
+            parts = outputs[index] if self.rank() == root else []
+            target, flat = self._pieces("gather", parts, root)
+            request = self.communicator.Igatherv(datatypes.buffer_of(source), target, root=root)
+            self.wait_for(request, "gather", opts, source, flat)
+            _unpack(flat, parts)
+        return _completed(outputs)
+
+    def scatter(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[list[torch.Tensor]],
+        opts: ScatterOptions,
+    ) -> Work:
+        """Give each rank its tensor of a list on one of them, as dist.scatter does.
+
+        Collective. Any dtype; the tensors of the ranks may differ in size.
+
+        Raises:
+            ValueError: the list on ``opts.rootRank`` has not one tensor for each rank.
+        """
+        root = opts.rootRank
+        for index, tensor in enumerate(outputs):
+            target = self._dense(tensor)
+            parts = inputs[index] if self.rank() == root else []
+            source, flat = self._pieces("scatter", parts, root)
+            if parts:
+                flat.copy_(torch.cat([_bytes_of(self._dense(part)) for part in parts]))
+            request = self.communicator.Iscatterv(source, datatypes.buffer_of(target), root=root)
+            self.wait_for(request, "scatter", opts, target, flat)
+            _write_back(target, tensor)
+        return _completed(outputs)
+
     def barrier(self, opts: BarrierOptions | None = None) -> Work:
         """Wait until all ranks are here. Collective."""
         self.wait_for(self.communicator.Ibarrier(), "barrier", opts)
@@ -264,14 +312,14 @@ class ProcessGroup(dist.ProcessGroup):
         self.allgather([pieces], [data])
         return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]
 
-    def broadcast_buffers(self, tensors: list[torch.Tensor]) -> bool:
+    def broadcast_state(self, tensors: list[torch.Tensor]) -> bool:
         """Make `tensors` equal to rank 0's in shared memory; return whether that was possible.
 
         Collective.
         """
-        if self._buffer_broadcast is None:
-            self._buffer_broadcast = BufferBroadcast(self, self.communicator)
-        return self._buffer_broadcast(tensors)
+        if self._state_broadcast is None:
+            self._state_broadcast = StateBroadcast(self, self.communicator)
+        return self._state_broadcast(tensors)
 
     # Queues for gradients.
 
@@ -316,6 +364,18 @@ class ProcessGroup(dist.ProcessGroup):
         return open_channel(self.engine, communicator, transport)
 
     # Within.
+
+    def _pieces(
+        self, name: str, parts: list[torch.Tensor], root: int
+    ) -> tuple[list[Any] | None, torch.Tensor]:
+        """Return memory for one tensor a rank, as MPI takes it and as bytes; none but on `root`."""
+        if self.rank() != root:
+            return None, torch.empty(0, dtype=torch.uint8)
+        if len(parts) != self.size():
+            raise ValueError(f"{name} needs {self.size()} tensors, one a rank, not {len(parts)}")
+        counts = [part.numel() * part.element_size() for part in parts]
+        flat = torch.empty(sum(counts), dtype=torch.uint8)
+        return [datatypes.buffer_of(flat)[0], counts, None, MPI.BYTE], flat
 
     def _dense(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor` if MPI can use its memory as it is, else a contiguous copy."""
@@ -416,6 +476,21 @@ def _write_back(dense: torch.Tensor, tensor: torch.Tensor) -> None:
     if dense.data_ptr() != tensor.data_ptr():
         with torch.no_grad():
             tensor.copy_(dense)
+
+
+def _bytes_of(dense: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as bytes."""
+    return dense.reshape(-1).view(torch.uint8)
+
+
+def _unpack(flat: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Copy bytes that lie one behind the other into tensors of any dtypes and strides."""
+    counts = [part.numel() * part.element_size() for part in parts]
+    with torch.no_grad():
+        for part, piece in zip(parts, torch.split(flat, counts) if parts else (), strict=True):
+            if part.numel():
+                # Viewing bytes as a wider dtype needs them aligned: copy.
+                part.copy_(piece.clone().view(part.dtype).view(part.shape))
 
 
 def _divide(total: torch.Tensor, divisor: int) -> None:

@@ -42,6 +42,7 @@ _TOLERANCES = {
     torch.complex64: 2e-5,
     torch.bfloat16: 2e-2,
     torch.float16: 3e-3,
+    torch.int64: 0,
 }
 
 

@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 # Beside torch's class over Gloo: figures of a busy machine may be off by less.
 FAR_OFF = 2.0
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.once, pytest.mark.timeout(150)]
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,7 @@ from replicas import (
 from torch import Tensor, nn
 
 from mpiddp import DistributedDataParallel as DDP
+from mpiddp.state_broadcast import PIECE_BYTES
 
 pytestmark = pytest.mark.mpi
 
@@ -47,6 +48,30 @@ def test_all_ranks_start_from_rank_0(case):
     with together():
         assert all_bits(model.state_dict().items()) == digests[0]
         assert SIZE == 1 or digests[0] != digests[1]
+
+
+def test_state_of_many_pieces_starts_from_rank_0():
+    """Tensors that are larger than what is copied at once, of several dtypes and layouts."""
+    torch.manual_seed(100 + RANK)
+    model = nn.Module()
+    model.long = nn.Parameter(torch.randn(3 * PIECE_BYTES // 4 + 5))
+    model.transposed = nn.Parameter(torch.randn(1100, 600).t())
+    model.channels = nn.Parameter(
+        torch.randn(130, 70, 9, 9).contiguous(memory_format=torch.channels_last)
+    )
+    model.little = nn.Parameter(torch.randn(3))
+    model.register_buffer("halves", torch.randn(PIECE_BYTES // 2 + 1).half())
+    model.register_buffer("truths", torch.randn(PIECE_BYTES + 7) > 0)
+    model.register_buffer("scalar", torch.tensor(RANK))
+    model.register_buffer("empty", torch.zeros(0, 4))
+    digests = gather(all_bits(model.state_dict().items()))
+    versions = {name: tensor._version for name, tensor in model.named_parameters()}
+    DDP(model)
+    with together():
+        assert all_bits(model.state_dict().items()) == digests[0]
+        assert SIZE == 1 or digests[0] != digests[1]
+        for name, tensor in model.named_parameters():
+            assert (tensor._version > versions[name]) == (RANK > 0)
 
 
 def test_init_sync_off():

@@ -18,6 +18,9 @@ POWERS = [2**k for k in range(15)]
 MIB = 1 << 20
 
 
+pytestmark = pytest.mark.once
+
+
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))

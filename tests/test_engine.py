@@ -1,6 +1,9 @@
 """The progress engine: what it counts, errors of MPI, signals, forked children."""
 
+import ctypes
 import os
+import platform
+import re
 import textwrap
 import time
 from pathlib import Path
@@ -119,6 +122,17 @@ class TestLifeCycle:
             IallreduceTransport(MPI.COMM_SELF, chunk_bytes=chunk_bytes, window=window)
 
 
+def slice_of(thread: int) -> int | None:
+    """Return the slice that a thread asked for in ns, None where the kernel does not say."""
+    number = {"x86_64": 315, "aarch64": 275}.get(platform.machine())  # SYS_sched_getattr
+    release = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
+    if number is None or release < (6, 12):
+        return None
+    attributes = (ctypes.c_uint64 * 6)()
+    assert ctypes.CDLL(None).syscall(number, thread, attributes, 48, 0) == 0
+    return attributes[3]
+
+
 def blocked_signals(thread: int) -> int:
     status = Path(f"/proc/self/task/{thread}/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith("SigBlk:"))
@@ -126,7 +140,7 @@ def blocked_signals(thread: int) -> int:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_engine_thread_blocks_all_signals() -> None:
+def test_engine_thread_blocks_all_signals_and_asks_for_short_turns() -> None:
     from mpi4py import MPI
 
     from mpiddp.iallreduce import IallreduceTransport
@@ -140,8 +154,11 @@ def test_engine_thread_blocks_all_signals() -> None:
     time.sleep(0.2)  # the C library blocks them, too, while it starts a thread
     # All but KILL and STOP, and those that the C library keeps for itself (32 and 33).
     unblockable = {9, 19, 32, 33}
-    blocked = blocked_signals(int(started.pop()))
+    thread = int(started.pop())
+    blocked = blocked_signals(thread)
     assert {s for s in range(1, 65) if not blocked >> (s - 1) & 1} <= unblockable
+    assert Path(f"/proc/self/task/{thread}/comm").read_text() == "mpiddp engine\n"
+    assert slice_of(thread) in (None, 100_000)
     engine.close_channel(channel)
     engine.stop()
     communicator.Free()

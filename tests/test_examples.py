@@ -53,6 +53,7 @@ def test_train_reaches_98_percent() -> None:
     assert float(accuracy[1]) >= 98
 
 
+@pytest.mark.once
 @pytest.mark.timeout(300)
 def test_train_resumes_with_the_same_bits(tmp_path: Path) -> None:
     # On three ranks: the sum of two numbers is the same in any order, that of three is not.
@@ -117,6 +118,7 @@ def test_train_evaluates_synchronises_and_notices_a_replica_that_differs() -> No
     assert re.search("rank (0 differs from ranks .1.|1 differs from ranks .0, 2.|2 d)", done.stderr)
 
 
+@pytest.mark.once
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("n", "steps"), [(3, 30), pytest.param(16, 10, marks=pytest.mark.slow)])
 def test_lm_learns(n: int, steps: int) -> None:
@@ -125,6 +127,7 @@ def test_lm_learns(n: int, steps: int) -> None:
     assert after < before - 1
 
 
+@pytest.mark.once
 @pytest.mark.timeout(180)
 def test_lm_saves_what_a_plain_model_loads(tmp_path: Path) -> None:
     saved, prefixed = tmp_path / "lm.pt", tmp_path / "prefixed.pt"

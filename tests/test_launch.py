@@ -121,6 +121,7 @@ def test_waits_for_ever():
     assert launched.status == 1
 
 
+@pytest.mark.once
 def test_hang_is_ended_by_the_time_limit_of_the_job(tmp_path):
     pids = tmp_path / "pids"
     pids.mkdir()
@@ -144,6 +145,7 @@ def test_waits_for_ever():
         time.sleep(0.1)
 
 
+@pytest.mark.once
 def test_skipping_everything_is_refused(tmp_path):
     source = """
 @mpi
@@ -155,6 +157,7 @@ def test_skips():
     assert launched.status == 1
 
 
+@pytest.mark.once
 def test_exit_in_the_middle_is_refused(tmp_path):
     source = """
 @mpi
@@ -172,6 +175,7 @@ def test_never_reached():
     assert launched.status == 1
 
 
+@pytest.mark.once
 def test_number_of_ranks_that_is_never_started_is_refused(tmp_path):
     source = """
 @mpi(min_size=5)
@@ -184,6 +188,7 @@ def test_five():
     assert launched.status == 1
 
 
+@pytest.mark.once
 def test_file_that_cannot_be_collected_is_refused(tmp_path):
     launched = Launched(tmp_path, "import no_such_module\n")
     assert "no_such_module" in launched.output
@@ -201,6 +206,7 @@ def report(size: int, **outcomes: str) -> launch.RankReport:
     )
 
 
+@pytest.mark.once
 class TestJudge:
     def test_all_passed(self):
         reports = [report(2, a="passed", b="skipped"), report(2, a="passed", b="skipped")]
@@ -233,6 +239,7 @@ class TestJudge:
         assert any(problem in text for text in problems)
 
 
+@pytest.mark.once
 class TestParse:
     def test_paths_are_made_absolute(self, monkeypatch):
         monkeypatch.chdir(Path(launch.__file__).parents[1])

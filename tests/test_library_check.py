@@ -147,6 +147,7 @@ def test_compiled_against_what_runs() -> None:
     assert library.linked_version().strip("\0") == MPI.Get_library_version().strip("\0")
 
 
+@pytest.mark.once
 class TestTorch:
     def refused(self) -> str:
         with pytest.raises(ImportError) as error:

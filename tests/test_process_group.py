@@ -166,6 +166,16 @@ class TestAllGather:
         assert [len(entry["text"]) for entry in everyone] == [10 ** (r + 1) for r in range(size())]
         assert group().allgather_objects(rank()) == list(range(size()))
 
+    def test_objects_to_one_rank_and_from_one(self) -> None:
+        for root in range(size()):
+            everyone: list[Any] = [None] * size()
+            dist.gather_object({"rank": rank()}, everyone if rank() == root else None, dst=root)
+            if rank() == root:
+                assert everyone == [{"rank": seed} for seed in range(size())]
+            received: list[Any] = [None]
+            dist.scatter_object_list(received, ["x" * seed for seed in range(size())], src=root)
+            assert received == ["x" * rank()]
+
     def test_broadcast_objects(self) -> None:
         for root in range(size()):
             objects: list[Any] = [rank(), {"from": rank()}, "x" * 1000 * rank()]
@@ -317,6 +327,50 @@ class TestGroups:
         dist.barrier()
 
 
+class TestGatherAndScatter:
+    @pytest.mark.parametrize("dtype", EVERY, ids=name_of)
+    def test_every_root_and_dtype(self, dtype: torch.dtype) -> None:
+        for root in range(size()):
+            own = make(dtype, rank())
+            gathering = dist.GatherOptions()
+            gathering.rootRank = root
+            output = [torch.empty_like(own) for _ in range(size() if rank() == root else 0)]
+            group().gather([output] if output else [], [own], gathering).wait()
+            for seed, part in enumerate(output):
+                assert_same_bits(part, make(dtype, seed))
+            scattering = dist.ScatterOptions()
+            scattering.rootRank = root
+            back = torch.empty_like(own)
+            group().scatter([back], [output] if output else [], scattering).wait()
+            assert_same_bits(back, own)
+
+    def test_layouts_and_sizes(self) -> None:
+        root = size() - 1
+        output = [torch.empty(4, 3).t() for _ in range(size())]
+        own = make(torch.float32, rank(), 12).view(3, 4)
+        dist.gather(own, output if rank() == root else None, dst=root)
+        if rank() == root:
+            for seed, part in enumerate(output):
+                assert_same_bits(part, make(torch.float32, seed, 12).view(3, 4))
+        back = torch.zeros(3, 8)[:, ::2]
+        dist.scatter(back, output if rank() == root else None, src=root)
+        assert_same_bits(back, make(torch.float32, rank(), 12).view(3, 4))
+        options = dist.ScatterOptions()
+        grown = torch.empty(rank())
+        parts = [make(torch.float32, seed, seed) for seed in range(size())]
+        group().scatter([grown], [parts] if rank() == 0 else [], options)
+        assert_same_bits(grown, parts[rank()])
+
+    def test_wrong_number(self) -> None:
+        if rank() == 0:
+            for call in (
+                lambda: dist.gather(torch.ones(1), [torch.ones(1)] * (size() + 1)),
+                lambda: dist.scatter(torch.ones(1), [torch.ones(1)] * (size() + 1)),
+            ):
+                with pytest.raises(ValueError, match=rf"needs {size()} tensors, .* {size() + 1}"):
+                    call()
+
+
 @pytest.mark.mpi(min_size=2)
 class TestTimeout:
     @pytest.mark.parametrize("name", ["all_reduce", "barrier"])
@@ -355,7 +409,6 @@ def test_what_is_not_offered_says_so() -> None:
     for call in (
         lambda: dist.reduce(torch.ones(1), 0),
         lambda: dist.all_to_all_single(torch.ones(size()), torch.ones(size())),
-        lambda: dist.scatter(torch.ones(1), [torch.ones(1)] * size() if rank() == 0 else None),
     ):
         with pytest.raises((RuntimeError, NotImplementedError)):
             call()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 
@@ -62,3 +65,38 @@ MODELS = {
     # What one writes by hand with mpi4py synchronises no buffers: compared with that.
     "convolutions, buffers off": Workload(_convolutions, buffers=False),
 }
+
+# Many gradients, evenly over backward: what can be hidden at all is not left to the last layer.
+EVEN = "64 x Linear(512)"
+MODELS_BETWEEN_HOSTS = {EVEN: Workload(lambda: (linears(64, 512), torch.randn(128, 512)))}
+
+
+def seconds_of_parts(model: nn.Module, inputs: torch.Tensor) -> tuple[float, float]:
+    """Return what forward and backward take on the slowest rank, alone. Collective."""
+    samples = []
+    for _ in range(7):
+        model.zero_grad()
+        dist.barrier()
+        began = time.perf_counter()
+        loss = model(inputs).float().square().mean()
+        middle = time.perf_counter()
+        loss.backward()
+        samples.append((middle - began, time.perf_counter() - middle))
+    model.zero_grad()
+    slowest = torch.tensor([statistics.median(part) for part in zip(*samples, strict=True)])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest[0].item(), slowest[1].item()
+
+
+def with_backward_of(workload: Workload, seconds: float) -> Workload:
+    """Return `workload` with a batch for which backward takes about `seconds`. Collective."""
+    model, inputs = workload.make()
+    for _ in range(2):  # time is not quite in proportion to the batch
+        _, backward = seconds_of_parts(model, inputs)
+        rows = max(1, round(len(inputs) * seconds / backward))
+        inputs = inputs[torch.arange(rows) % len(inputs)]
+
+    def make() -> tuple[nn.Module, torch.Tensor]:
+        return workload.make()[0], inputs
+
+    return Workload(make, workload.buffers)

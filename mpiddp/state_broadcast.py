@@ -1,9 +1,13 @@
-"""Copy a module's buffers from rank 0: over MPI between nodes, in shared memory inside them."""
+"""Copy a module's state from rank 0: over MPI between nodes, in shared memory inside them.
+
+Parameters and buffers go this way at construction, buffers at each forward. What is larger
+than a piece goes in pieces, so that writing, sending and reading overlap in warm caches.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,9 +19,11 @@ from mpiddp.shared_broadcast import SharedBroadcast, bytes_needed
 if TYPE_CHECKING:
     from mpiddp.process_group import ProcessGroup
 
+PIECE_BYTES = 2 << 20
 
-class BufferBroadcast:
-    """The way of rank 0's buffers to all ranks of a process group.
+
+class StateBroadcast:
+    """The way of rank 0's parameters and buffers to all ranks of a process group.
 
     Collective.
 
@@ -43,31 +49,35 @@ class BufferBroadcast:
         Raises:
             RuntimeError: a rank did not come within the group's timeout.
         """
-        size = bytes_needed(tensors)
+        size = min(bytes_needed(tensors), PIECE_BYTES)
         if self._possible and (self._shared is None or self._shared.capacity < size):
             self._allocate(size)
-        shared = self._shared
-        if not self._possible or shared is None:
+        if not self._possible or self._shared is None:
             return False
+        for piece in _pieces(tensors):
+            self._copy(self._shared, piece)
+        return True
+
+    def _copy(self, shared: SharedBroadcast, tensors: Sequence[torch.Tensor]) -> None:
+        """Make tensors that fit into a piece equal to rank 0's."""
         seconds = self._group.timeout.total_seconds()
         if self._node.Get_rank() > 0:
             if not shared.wait(seconds):
                 raise self._group.timed_out("broadcast", seconds)
             shared.get(tensors)
             shared.consume()
-            return True
+            return
         if not shared.begin(seconds):
             raise self._group.timed_out("broadcast", seconds)
         if self._group.rank() == 0:
             shared.put(tensors)
         if self._nodes > 1:
-            flat = shared.memory(size)
+            flat = shared.memory(bytes_needed(tensors))
             request = self._leaders.Ibcast(datatypes.buffer_of(flat), root=0)
             self._group.wait_for(request, "broadcast", None, flat)
         shared.publish()
         if self._group.rank() > 0:
             shared.get(tensors)
-        return True
 
     def free(self) -> None:
         """Free the communicators. Collective."""
@@ -85,3 +95,29 @@ class BufferBroadcast:
         except OSError as error:
             problem = str(error)
         self._possible = not any(self._group.allgather_objects(problem))
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield all of `tensors` in lists of at most `PIECE_BYTES`."""
+    piece: list[torch.Tensor] = []
+    used = 0
+    for tensor in tensors:
+        for part in _parts(tensor):
+            size = bytes_needed([part])
+            if used + size > PIECE_BYTES:
+                yield piece
+                piece, used = [], 0
+            piece.append(part)
+            used += size
+    yield piece
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield `tensor`, or views that make it up and are of at most `PIECE_BYTES` each."""
+    if bytes_needed([tensor]) <= PIECE_BYTES:
+        yield tensor
+    elif tensor.is_contiguous():
+        yield from torch.split(tensor.detach().view(-1), PIECE_BYTES // tensor.element_size())
+    else:
+        for part in tensor.detach().unbind():
+            yield from _parts(part)

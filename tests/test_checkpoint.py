@@ -1,0 +1,84 @@
+"""torch.distributed.checkpoint saves and loads a wrapped model, every rank its share."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from models import loss_of, mlp
+from replicas import RANK, SIZE, all_bits, assert_same_bits, gather, together
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from mpiddp import DistributedDataParallel as DDP
+
+pytestmark = pytest.mark.mpi
+
+
+def trained() -> tuple[DDP, torch.optim.Optimizer]:
+    wrapped = DDP(mlp(3, 4, 2))
+    optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(wrapped, torch.randn(2, 3, dtype=torch.float64) + RANK).backward()
+        optimizer.step()
+    return wrapped, optimizer
+
+
+def test_save_and_load(mpi_tmp_path, gloo):
+    wrapped, _ = trained()
+    path = str(mpi_tmp_path / "checkpoint")
+    dcp.save({"model": wrapped.state_dict(), "step": 7}, checkpoint_id=path)
+    for again in (DDP(mlp(3, 4, 2)), TorchDDP(mlp(3, 4, 2), process_group=gloo)):
+        state = {"model": again.state_dict(), "step": 0}
+        dcp.load(state, checkpoint_id=path)
+        again.load_state_dict(state["model"])
+        with together():
+            assert state["step"] == 7
+            assert all_bits(again.state_dict().items()) == all_bits(wrapped.state_dict().items())
+
+
+def test_model_and_optimizer(mpi_tmp_path):
+    """With the helpers that take the wrapper's prefix off, into a plain model too."""
+    wrapped, optimizer = trained()
+    model_state, optimizer_state = get_state_dict(wrapped, optimizer)
+    path = str(mpi_tmp_path / "checkpoint")
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    with together():
+        assert list(model_state) == list(wrapped.module.state_dict())
+    again = DDP(mlp(3, 4, 2))
+    other = torch.optim.Adam(again.parameters(), lr=0.5)
+    model_state, optimizer_state = get_state_dict(again, other)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(
+        again, other, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    for _ in range(2):
+        x = torch.randn(2, 3, dtype=torch.float64) + RANK
+        for model, stepper in ((wrapped, optimizer), (again, other)):
+            stepper.zero_grad()
+            loss_of(model, x).backward()
+            stepper.step()
+    with together():
+        assert other.param_groups[0]["lr"] == 0.1
+        assert all_bits(again.state_dict().items()) == all_bits(wrapped.state_dict().items())
+    assert_same_bits(again.state_dict().items())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_every_rank_writes_its_own(mpi_tmp_path):
+    """What only one rank has is saved, and comes back to that rank."""
+    path = str(mpi_tmp_path / "checkpoint")
+    dcp.save({f"of rank {RANK}": torch.full((3,), float(RANK))}, checkpoint_id=path)
+    state = {f"of rank {(RANK + 1) % SIZE}": torch.zeros(3)}
+    dcp.load(state, checkpoint_id=path)
+    with together():
+        assert state[f"of rank {(RANK + 1) % SIZE}"].tolist() == [float((RANK + 1) % SIZE)] * 3
+
+
+@pytest.mark.mpi(min_size=2)
+def test_error_of_one_rank_reaches_all(mpi_tmp_path):
+    path = str(mpi_tmp_path / "nothing")
+    with pytest.raises(dcp.CheckpointException):
+        dcp.load({"x": torch.zeros(3)}, checkpoint_id=path)
+    assert gather(dist.get_rank()) == list(range(SIZE))
