@@ -15,6 +15,7 @@ from libc.string cimport memset
 from mpiddp.bucket cimport INCOMPLETE, MISSED, Bucket
 from mpiddp.engine cimport element_bytes
 from mpiddp.reducer cimport Reducer
+from mpiddp import sparse_gradients
 
 
 def begin(Reducer reducer not None, double divisor):
@@ -47,7 +48,7 @@ def begin(Reducer reducer not None, double divisor):
     if reducer.has_sparse:
         # These go through the process group: their turn is now.
         _wait(reducer)
-        reducer._reduce_sparse(True)
+        reducer.incomplete |= sparse_gradients.reduce(reducer, joined=True)
 
 
 cdef _submit_zeros(Reducer reducer, Bucket bucket):

@@ -2,23 +2,14 @@ from cpython.object cimport PyObject
 
 from mpiddp.bucket cimport Bucket
 from mpiddp.engine cimport Channel
-
-
-cdef enum Layout:
-    # How a gradient gets in and out of its bucket.
-    LAYOUT_CONTIGUOUS       # memcpy if the gradient is contiguous
-    LAYOUT_STRIDED          # memcpy if the gradient has the parameter's strides
-    LAYOUT_GENERAL          # torch's copy_
-    LAYOUT_SPARSE           # no bucket memory
+from mpiddp.places cimport Place
 
 
 cdef struct ParameterState:
-    char *address           # of the view in the bucket
-    size_t bytes
+    Place place             # in its bucket; none where gradients are sparse
     char *gradient          # address to write the mean back to, NULL: through torch
     Py_ssize_t bucket
     Py_ssize_t position     # in its bucket
-    Layout layout
     int expected            # how often its hook runs in a backward, see static_graph.pyx
     int left                # how often it has still to run in this one; 0: it is ready
     bint used               # its hook ran since the last reduction, no_sync included
@@ -32,14 +23,14 @@ cdef class Reducer:
     cdef readonly bint find_unused_parameters
     cdef readonly bint gradient_as_bucket_view
     cdef readonly bint has_rebuilt_buckets
-    cdef readonly object compression    # the 16-bit dtype of float32 and float64, or None
-    cdef readonly object python_hook    # None, or what moves the gradients
-    cdef list post_backward_futures     # of hooks of the buffers
+    cdef public object compression    # the 16-bit dtype of float32 and float64, or None
+    cdef public object python_hook    # None, or what moves the gradients
+    cdef readonly list post_backward_futures     # of hooks of the buffers
     cdef object assign_buckets
-    cdef object describe_parameter
+    cdef readonly object describe_parameter
     cdef object report_missing
     cdef object timeout
-    cdef double divisor
+    cdef readonly double divisor
     cdef readonly Channel channel
     cdef ParameterState *states
     cdef list gradients             # what .grad was when the hook copied from it
@@ -48,7 +39,7 @@ cdef class Reducer:
     cdef list hooks
     cdef list handles
     cdef list sharing               # weak references to reducers of the same parameters
-    cdef list arrival_order
+    cdef public list arrival_order
     cdef dict set_aside             # gradients of locally unused parameters in views
     cdef readonly bint static_graph
     cdef bint learning              # the static graph is not known yet
@@ -58,21 +49,20 @@ cdef class Reducer:
     cdef bint compare_gradients     # whether hooks may run that bring no gradient
     cdef list kept                  # while this rank shadows others, see joined.pyx; or None
     cdef list before                # .grad and its version at the end of forward
-    cdef list missing               # parameters that got no gradient in the last backward
-    cdef object logger
+    cdef readonly list missing               # parameters that got no gradient in the last backward
     cdef Py_ssize_t next_bucket
-    cdef Py_ssize_t ready
-    cdef bint expecting             # a forward asked for gradients to be reduced
+    cdef readonly Py_ssize_t ready
+    cdef readonly bint expecting             # a forward asked for gradients to be reduced
     cdef bint callback_queued
     cdef bint incomplete            # some rank missed some parameter in the last backward
     cdef readonly Py_ssize_t reductions
     cdef readonly list unused               # parameters without a gradient in the last backward
     # Of the last iteration, for the logger, in seconds on the monotonic clock.
-    cdef double forward_began
-    cdef double backward_began
-    cdef double communication_began         # the first bucket was launched
-    cdef double backward_ended
-    cdef double communication_ended
+    cdef readonly double forward_began
+    cdef readonly double backward_began
+    cdef readonly double communication_began         # the first bucket was launched
+    cdef readonly double backward_ended
+    cdef readonly double communication_ended
     cdef readonly Py_ssize_t iterations     # forward passes whose gradients were to be reduced
 
     cdef _register_hook(self, Py_ssize_t index)
@@ -89,8 +79,7 @@ cdef class Reducer:
     cdef int launch_full_buckets(self) except -1
     cdef int copy_out(self, Py_ssize_t index) except -1
     cdef int wait_for(self, Bucket bucket) except -1
-    cdef int set_divisor(self, double divisor) except -1
-    cdef _reduce_sparse(self, bint joined)
+    cpdef int set_divisor(self, double divisor) except -1
     cdef _after_reduction(self)
 
 

@@ -34,7 +34,7 @@ parameter that is used after all raises an error where torch's class would hang.
 
 from cpython.object cimport PyObject
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy, memset
+from libc.string cimport memset
 
 import weakref
 
@@ -44,14 +44,14 @@ from torch.autograd import Variable
 from mpiddp.bucket cimport INCOMPLETE, MISSED, Bucket
 from mpiddp.bucket import bytes_needed
 from mpiddp.engine cimport WAIT_TIMED_OUT, Channel, work_is_done
+from mpiddp.places cimport copy_from_place, copy_to_place, find_place
+from mpiddp.places import move_gradient, views_by_parameter
 from mpiddp.system cimport now
+from mpiddp import sparse_gradients
 from mpiddp.python_hook import wait_for_all
-from mpiddp.verification import raise_timed_out, raise_used_again
-
-
-cdef enum:
-    # Copies below this size are over before the GIL could be handed on.
-    RELEASE_GIL_BYTES = 1 << 16
+from mpiddp.verification import (
+    raise_other_kind, raise_shared_views, raise_timed_out, raise_used_again,
+)
 
 _queue_callback = Variable._execution_engine.queue_callback
 _current_autograd_node = torch._C._current_autograd_node
@@ -59,14 +59,6 @@ _strided = torch.strided
 
 # Buckets of reducers that went away while MPI could still write to them.
 _abandoned = []
-
-
-def _same_layout(gradient, view):
-    """Whether two tensors of one shape have their elements at the same offsets."""
-    for size, ours, theirs in zip(view.size(), view.stride(), gradient.stride()):
-        if size != 1 and ours != theirs:
-            return False
-    return True
 
 
 cdef class ParameterHook:
@@ -171,7 +163,7 @@ cdef class Reducer:
         """Make the buckets of `assignment`, a list of lists of parameter indices."""
         cdef Bucket bucket
         cdef Py_ssize_t index
-        old_views = self._views() if self.gradient_as_bucket_view else None
+        old_views = views_by_parameter(self.buckets) if self.gradient_as_bucket_view else {}
         members = [[self.parameters[index] for index in indices] for indices in assignment]
         sparse = [self.expect_sparse[indices[0]] for indices in assignment]
         memories = iter(
@@ -198,10 +190,9 @@ cdef class Reducer:
             self.buckets.append(bucket)
             bucket.skipped = self.unused_everywhere.issuperset(indices)
             self._find_views(bucket)
-            if old_views is not None and not bucket.sparse:
-                for index, view in zip(indices, bucket.views):
-                    if self.parameters[index].grad is not None:
-                        self._move_gradient(self.parameters[index], old_views[index], view)
+            for index, view in zip(indices, bucket.views):
+                if index in old_views:
+                    move_gradient(self.parameters[index], old_views[index], view)
         for bucket in self.buckets:
             if bucket.skipped:
                 for index in bucket.parameter_indices:
@@ -219,34 +210,8 @@ cdef class Reducer:
             state = &self.states[index]
             state.bucket = bucket.index
             state.position = position
-            if bucket.sparse:
-                state.layout = LAYOUT_SPARSE
-                continue
-            view = bucket.views[position]
-            state.address = bucket.view_address(position)
-            state.bytes = view.numel() * view.element_size()
-            if view.is_complex():
-                # A lazily conjugated gradient must not be copied by memcpy.
-                state.layout = LAYOUT_GENERAL
-            elif view.is_contiguous():
-                state.layout = LAYOUT_CONTIGUOUS
-            else:
-                state.layout = LAYOUT_STRIDED
-
-    def _views(self):
-        """Return the view of each parameter, None where there is none."""
-        views = [None] * len(self.parameters)
-        for bucket in self.buckets or ():
-            for index, view in zip(bucket.parameter_indices, bucket.views):
-                views[index] = view
-        return views
-
-    def _move_gradient(self, parameter, old_view, view):
-        """Point a gradient that lives in an old bucket to its new place."""
-        if old_view is not None and parameter.grad.data_ptr() == old_view.data_ptr():
-            with torch.no_grad():
-                view.copy_(parameter.grad)
-            parameter.grad = view
+            if not bucket.sparse:
+                find_place(&state.place, bucket, position)
 
     cdef _reset_counting(self):
         cdef Py_ssize_t index
@@ -261,38 +226,6 @@ cdef class Reducer:
                 bucket.set_flag(MISSED, False)
         self.next_bucket = 0
         self.ready = 0
-
-    def compress(self, dtype):
-        """Let float32 and float64 gradients travel as `dtype`, see bucket.pyx.
-
-        Collective, unless `dtype` is None, for no compression.
-
-        Raises:
-            RuntimeError: a backward pass is going on, or did not end.
-        """
-        self._refuse_hook_in_backward()
-        self.compression = dtype
-        if dtype is not None:
-            self._build_buckets([bucket.parameter_indices for bucket in self.buckets])
-
-    def call_hook(self, python_hook):
-        """Let an `mpiddp.python_hook.PythonHook` reduce gradients, see Note [Hooks in Python].
-
-        Collective.
-
-        Raises:
-            RuntimeError: a backward pass is going on, or did not end.
-        """
-        self._refuse_hook_in_backward()
-        self.python_hook = python_hook
-        self._build_buckets([bucket.parameter_indices for bucket in self.buckets])
-
-    def _refuse_hook_in_backward(self):
-        if self.ready:
-            raise RuntimeError(
-                "a communication hook cannot be registered during a backward pass, nor after "
-                "one that did not end"
-            )
 
     # The path of one gradient.
 
@@ -372,65 +305,28 @@ cdef class Reducer:
                 continue
             if self.gradient_as_bucket_view or other.gradient_as_bucket_view:
                 shared = {id(parameter) for parameter in other.parameters}
-                names = [
+                raise_shared_views([
                     self.describe_parameter(index)
                     for index, parameter in enumerate(self.parameters) if id(parameter) in shared
-                ]
-                raise RuntimeError(
-                    f"{names[0]} and {len(names) - 1} more belong to two wrapped modules that "
-                    f"are reduced in the same backward, and a gradient cannot be a view into "
-                    f"two buckets: wrap the module once, or wrap it without "
-                    f"gradient_as_bucket_view=True."
-                )
+                ])
         return 0
 
     cdef int copy_in(self, Py_ssize_t index, object parameter, object gradient) except -1:
         """Bring `gradient` into the bucket, and with views `.grad` too."""
         cdef ParameterState *state = &self.states[index]
         cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
-        cdef char *address
-        cdef bint plain
+        cdef char *source
         if gradient.dtype is not bucket.dtype or gradient.layout is not _strided:
-            self._refuse_gradient(index, gradient)
-        address = <char *><size_t>gradient.data_ptr()
-        if address == state.address and state.bytes:
+            raise_other_kind(self.describe_parameter(index), gradient, bucket.dtype)
+        source = copy_to_place(&state.place, bucket, state.position, gradient)
+        if source == state.place.address and state.place.bytes:
             return 0                # accumulated right where it belongs
-        if state.layout == LAYOUT_CONTIGUOUS:
-            plain = gradient.is_contiguous()
-        elif state.layout == LAYOUT_STRIDED:
-            plain = _same_layout(gradient, bucket.views[state.position])
-        else:
-            plain = False
-        if not plain or gradient.is_neg():     # a negation that torch has put off
-            plain = False
-            with torch.no_grad():
-                bucket.views[state.position].copy_(gradient)
-        elif bucket.converts:
-            bucket.narrow(state.address, address, state.bytes)
-        elif state.bytes < RELEASE_GIL_BYTES:
-            memcpy(state.address, address, state.bytes)
-        else:
-            with nogil:
-                memcpy(state.address, address, state.bytes)
         if self.gradient_as_bucket_view:
             parameter.grad = bucket.views[state.position]
         else:
             self.gradients[index] = gradient
-            state.gradient = address if plain else NULL
+            state.gradient = source
         return 0
-
-    def _refuse_gradient(self, index, gradient):
-        expected = self.parameters[index].dtype
-        hint = ""
-        if gradient.layout is not torch.strided:
-            hint = (
-                " Modules whose gradient is sparse must say so before they are wrapped "
-                "(Embedding and EmbeddingBag with sparse=True)."
-            )
-        raise RuntimeError(
-            f"{self.describe_parameter(index)} got a gradient of dtype {gradient.dtype} and "
-            f"layout {gradient.layout}, but its bucket holds {expected}, torch.strided.{hint}"
-        )
 
     cdef int launch_full_buckets(self) except -1:
         """Submit the buckets that are full, in order of their indices, none skipped."""
@@ -492,7 +388,7 @@ cdef class Reducer:
                 for index in bucket.parameter_indices:
                     self.copy_out(index)
         if self.has_sparse:
-            self._reduce_sparse(False)
+            self.incomplete |= sparse_gradients.reduce(self)
         if self.post_backward_futures:
             futures, self.post_backward_futures = self.post_backward_futures, []
             wait_for_all(futures, self.process_group.rank(), self.timeout)
@@ -533,7 +429,7 @@ cdef class Reducer:
         cdef ParameterState *state = &self.states[index]
         cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
         if gradient is None:
-            memset(state.address, 0, state.bytes)
+            memset(state.place.address, 0, state.place.bytes)
         else:
             if self.gradient_as_bucket_view and not state.used:
                 self.set_aside[index] = gradient.clone()
@@ -555,16 +451,8 @@ cdef class Reducer:
         """Write the mean to the gradient that the hook saw."""
         cdef ParameterState *state = &self.states[index]
         cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
-        if state.gradient == NULL:
-            with torch.no_grad():
-                self.gradients[index].copy_(bucket.views[state.position])
-        elif bucket.converts:
-            bucket.widen(state.gradient, state.address, state.bytes)
-        elif state.bytes < RELEASE_GIL_BYTES:
-            memcpy(state.gradient, state.address, state.bytes)
-        else:
-            with nogil:
-                memcpy(state.gradient, state.address, state.bytes)
+        copy_from_place(
+            &state.place, bucket, state.position, state.gradient, self.gradients[index])
         return 0
 
     def _write_where_used(self, Bucket bucket):
@@ -581,37 +469,6 @@ cdef class Reducer:
                 if not self.gradient_as_bucket_view:
                     view = view.to(bucket.dtype, copy=True)
                 parameter.grad = view
-
-    cdef _reduce_sparse(self, bint joined):
-        """Average the sparse gradients, through the process group; if `joined`, of others."""
-        cdef Bucket bucket
-        cdef ParameterState *state
-        sparse = [bucket.parameter_indices[0] for bucket in self.buckets if bucket.sparse]
-        missed = len(sparse)        # the flag behind the parameters' own
-        flags = torch.zeros(missed + 1, dtype=torch.int64)
-        for position, index in enumerate(sparse):
-            state = &self.states[index]
-            flags[position] = state.used and not joined
-            flags[missed] += index in self.missing
-        self.process_group.allreduce([flags]).wait()
-        self.incomplete |= flags[missed].item() > 0
-        for position, index in enumerate(sparse):
-            parameter = self.parameters[index]
-            if self.python_hook is not None:
-                total = self.python_hook.finish(self, self.buckets[self.states[index].bucket])
-                if flags[position] and not joined:
-                    parameter.grad = total
-                continue
-            if not flags[position]:
-                continue
-            gradient = None if joined else parameter.grad
-            if gradient is None:
-                gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
-            with torch.no_grad():
-                total = gradient.detach().coalesce()
-                self.process_group.allreduce([total]).wait()
-                if not joined:
-                    parameter.grad = total.div_(self.divisor)
 
     cdef _after_reduction(self):
         cdef Py_ssize_t index
@@ -631,11 +488,12 @@ cdef class Reducer:
         if not self.incomplete:
             self.missing = []
 
-    def describe_bucket(self, Bucket bucket):
-        """Return what to call a bucket in errors. Not collective."""
-        names = [self.describe_parameter(index) for index in bucket.parameter_indices]
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return f"gradient bucket {bucket.index} ({shown})"
+    def was_used(self, Py_ssize_t index):
+        """Return whether parameter `index` got a gradient since the last reduction.
+
+        Not collective.
+        """
+        return bool(self.states[index].used)
 
     # What torch's wrapper calls.
 
@@ -728,88 +586,14 @@ cdef class Reducer:
         self.hooks = []
         self.handles = []
 
-    def _check_reducer_finalized(self):
-        """Raise RuntimeError unless the last backward was reduced to its end. Not collective."""
-        if self.expecting:
-            raise RuntimeError(
-                "Expected to have finished reduction: backward() was not called since the last "
-                "forward pass, or did not end."
-            )
-
     def _autograd_hook(self, Py_ssize_t index):
         """Mark parameter `index` ready, as its own hook would. Not collective."""
         self.parameter_ready(index, self.parameters[index])
 
-    cdef int set_divisor(self, double divisor) except -1:
-        """Divide the sums over ranks by `divisor` from now on."""
+    cpdef int set_divisor(self, double divisor) except -1:
+        """Divide the sums over ranks by `divisor` from now on. Not collective."""
         cdef Bucket bucket
         self.divisor = divisor
         for bucket in self.buckets:
             bucket.work.divisor = divisor
         return 0
-
-    def _set_forward_pass_work_handle(self, work, use_static_world_size):
-        """Divide by the number of ranks that have not joined, unless it is to be static.
-
-        Not collective.
-
-        Args:
-            work: of the sum over ranks, in which each that has not joined is 1.
-            use_static_world_size: whether to divide by the size of the group all the same.
-        """
-        if not use_static_world_size:
-            work.wait()
-            self.set_divisor(work.get_future().value()[0].item())
-
-    def _push_all_rebuilt_params(self):
-        """Keep the order that was guessed, on a rank whose own backwards show none.
-
-        Not collective.
-        """
-        if not self.has_rebuilt_buckets and len(self.arrival_order) < len(self.parameters):
-            self.arrival_order = [
-                index for bucket in self.buckets for index in bucket.parameter_indices
-            ]
-
-    def _set_static_graph(self):
-        """Count in the first backward how often each hook runs, see static_graph.pyx.
-
-        Not collective, but the same on all ranks.
-
-        Raises:
-            RuntimeError: there was a forward pass already.
-        """
-        from mpiddp import static_graph
-
-        static_graph.begin(self)
-
-    def last_moments(self):
-        """Return when the last iteration began and ended what, in seconds. Not collective.
-
-        Of forward the begin, of backward the begin, of communication the begin; of backward the
-        end, of communication the end.
-        """
-        return [
-            self.forward_began, self.backward_began, self.communication_began,
-            self.backward_ended, self.communication_ended,
-        ]
-
-    def _run_comm_hook(self, bucket):
-        """Call the hook for a GradBucket and return its future. Collective if the hook is."""
-        return (self.python_hook or self._run_allreduce_hook)(bucket)
-
-    def _run_allreduce_hook(self, bucket):
-        """Sum the buffer of a GradBucket over all ranks in place; return a future of it.
-
-        Collective.
-        """
-        work = self.process_group.allreduce([bucket.buffer()])
-        return work.get_future().then(lambda future: future.value()[0])
-
-    def _install_post_backward_futures(self, futures):
-        """Wait for `futures` too at the end of the next backward. Not collective."""
-        self.post_backward_futures.extend(futures)
-
-    def set_logger(self, logger):
-        """Remember the wrapper's logger (weakly). Not collective."""
-        self.logger = weakref.ref(logger)

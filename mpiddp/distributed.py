@@ -28,12 +28,12 @@ from mpiddp.communicator_group import group_of, is_communicator
 from mpiddp.compilation import run_as_it_is
 from mpiddp.logger import Logger
 from mpiddp.python_hook import PythonHook, hook_name
-from mpiddp.reducer import Reducer
 from mpiddp.transport import (
     BUCKET_BYTES_BETWEEN_NODES,
     requested_transport,
     sends_messages,
 )
+from mpiddp.wrapper_reducer import WrapperReducer
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -116,7 +116,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     _divide_by_initial_world_size: bool
     # torch's constructor ends early, and before it sets this, if all parameters are delayed.
     _lazy_init_ran = False
-    reducer: Reducer  # type: ignore[assignment]  # answers to the same calls as torch's
+    reducer: WrapperReducer  # type: ignore[assignment]  # answers to the same calls as torch's
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         limits = self._bucket_size_limits(channel)
         self.bucket_bytes_cap = limits[-1]  # torch.compile ends its graphs where buckets end
         try:
-            self.reducer = Reducer(
+            self.reducer = WrapperReducer(
                 parameters,
                 group,
                 channel,

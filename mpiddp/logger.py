@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mpiddp.compilation import run_as_it_is
-from mpiddp.reducer import Reducer
+from mpiddp.wrapper_reducer import WrapperReducer
 
 # As torch writes them.
 _DTYPES = {
@@ -59,7 +59,7 @@ class Logger:
         bucket_cap_bytes: size limit of a bucket, in bytes.
     """
 
-    def __init__(self, reducer: Reducer, bucket_cap_bytes: int) -> None:
+    def __init__(self, reducer: WrapperReducer, bucket_cap_bytes: int) -> None:
         self._reducer = reducer
         self._data = LoggingData()
         self._data.ints_map["bucket_cap_bytes"] = bucket_cap_bytes

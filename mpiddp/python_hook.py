@@ -13,7 +13,7 @@ from mpiddp.grad_bucket import GradBucket
 
 if TYPE_CHECKING:
     from mpiddp.bucket import Bucket
-    from mpiddp.reducer import Reducer
+    from mpiddp.wrapper_reducer import WrapperReducer
 
 Hook = Callable[..., Any]
 
@@ -40,7 +40,7 @@ class PythonHook:
         """Call the hook as it is. Collective if the hook is."""
         return self.hook(self.state, bucket)
 
-    def launch(self, reducer: Reducer, bucket: Bucket) -> None:
+    def launch(self, reducer: WrapperReducer, bucket: Bucket) -> None:
         """Call the hook for a full bucket and keep its future. Collective if the hook is.
 
         Raises:
@@ -61,7 +61,7 @@ class PythonHook:
             )
         self._futures[bucket.index] = future
 
-    def finish(self, reducer: Reducer, bucket: Bucket) -> torch.Tensor:
+    def finish(self, reducer: WrapperReducer, bucket: Bucket) -> torch.Tensor:
         """Wait for a bucket that was launched; write the result to its gradients.
 
         Not collective. A sparse result is only returned.
@@ -104,14 +104,14 @@ class PythonHook:
             _write_to(bucket, result)
         return result
 
-    def _subject(self, reducer: Reducer, bucket: Bucket) -> str:
+    def _subject(self, reducer: WrapperReducer, bucket: Bucket) -> str:
         return (
             f"rank {reducer.process_group.rank()}: the communication hook {hook_name(self.hook)}, "
             f"called for {reducer.describe_bucket(bucket)}"
         )
 
     def _failure(
-        self, did: str, reducer: Reducer, bucket: Bucket, error: Exception
+        self, did: str, reducer: WrapperReducer, bucket: Bucket, error: Exception
     ) -> RuntimeError:
         return RuntimeError(
             f"{self._subject(reducer, bucket)}, {did} {type(error).__name__}: {error}"

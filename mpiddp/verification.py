@@ -156,6 +156,37 @@ def raise_used_again(parameter: str, static_graph: bool, skipped: bool) -> NoRet
     )
 
 
+def raise_other_kind(parameter: str, gradient: torch.Tensor, expected: torch.dtype) -> NoReturn:
+    """Raise for a gradient that does not fit into its bucket. Not collective.
+
+    Raises:
+        RuntimeError: always.
+    """
+    hint = ""
+    if gradient.layout is not torch.strided:
+        hint = (
+            " Modules whose gradient is sparse must say so before they are wrapped (Embedding and "
+            "EmbeddingBag with sparse=True)."
+        )
+    raise RuntimeError(
+        f"{parameter} got a gradient of dtype {gradient.dtype} and layout {gradient.layout}, but "
+        f"its bucket holds {expected}, torch.strided.{hint}"
+    )
+
+
+def raise_shared_views(parameters: Sequence[str]) -> NoReturn:
+    """Raise for parameters that two wrapped modules reduce in one backward. Not collective.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        f"{parameters[0]} and {len(parameters) - 1} more belong to two wrapped modules that are "
+        f"reduced in the same backward, and a gradient cannot be a view into two buckets: wrap "
+        f"the module once, or wrap it without gradient_as_bucket_view=True."
+    )
+
+
 def raise_timed_out(process_group: ProcessGroup, bucket: str) -> NoReturn:
     """Raise for a bucket that other ranks have not reduced in time. Not collective.
 

@@ -1,0 +1,22 @@
+from mpiddp.bucket cimport Bucket
+
+
+cdef enum Layout:
+    # How a gradient gets in and out of its bucket.
+    LAYOUT_CONTIGUOUS       # memcpy if the gradient is contiguous
+    LAYOUT_STRIDED          # memcpy if the gradient has the parameter's strides
+    LAYOUT_GENERAL          # torch's copy_
+
+
+cdef struct Place:
+    char *address           # of the view in the bucket
+    size_t bytes
+    Layout layout
+
+
+cdef int find_place(Place *place, Bucket bucket, Py_ssize_t position) except -1
+cdef char *copy_to_place(
+    Place *place, Bucket bucket, Py_ssize_t position, object gradient) except? NULL
+cdef int copy_from_place(
+    Place *place, Bucket bucket, Py_ssize_t position, char *address, object gradient
+) except -1

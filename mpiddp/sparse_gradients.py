@@ -1,0 +1,50 @@
+"""Average sparse gradients, which have no place in a bucket, through the process group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from mpiddp.wrapper_reducer import WrapperReducer
+
+
+def reduce(reducer: WrapperReducer, joined: bool = False) -> bool:
+    """Average the sparse gradients of a reducer, or what its communication hook makes of them.
+
+    Collective.
+
+    Args:
+        reducer: all its other gradients are reduced.
+        joined: this rank has no inputs left and only takes part for the others.
+
+    Returns:
+        Whether some rank missed some of these gradients.
+    """
+    buckets = [bucket for bucket in reducer.buckets if bucket.sparse]
+    missed = len(buckets)  # the flag behind the parameters' own
+    flags = torch.zeros(missed + 1, dtype=torch.int64)
+    for position, bucket in enumerate(buckets):
+        index = bucket.parameter_indices[0]
+        flags[position] = reducer.was_used(index) and not joined
+        flags[missed] += index in reducer.missing
+    reducer.process_group.allreduce([flags]).wait()
+    for position, bucket in enumerate(buckets):
+        parameter = reducer.parameters[bucket.parameter_indices[0]]
+        if reducer.python_hook is not None:
+            total = reducer.python_hook.finish(reducer, bucket)
+            if flags[position] and not joined:
+                parameter.grad = total
+            continue
+        if not flags[position]:
+            continue
+        gradient = None if joined else parameter.grad
+        if gradient is None:
+            gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
+        with torch.no_grad():
+            total = gradient.detach().coalesce()
+            reducer.process_group.allreduce([total]).wait()
+            if not joined:
+                parameter.grad = total.div_(reducer.divisor)
+    return flags[missed].item() > 0

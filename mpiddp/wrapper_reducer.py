@@ -1,0 +1,146 @@
+"""The reducer under all the names by which torch's wrapper calls it.
+
+What is called once an iteration or less, and needs no speed, stands here; the path of the
+gradients is reducer.pyx.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpiddp import static_graph
+from mpiddp.reducer import Reducer
+
+if TYPE_CHECKING:
+    from mpiddp.bucket import Bucket
+    from mpiddp.grad_bucket import GradBucket
+    from mpiddp.logger import Logger
+    from mpiddp.python_hook import PythonHook
+
+
+class WrapperReducer(Reducer):
+    """A `Reducer` that stands where torch's C++ Reducer stands in torch's wrapper."""
+
+    logger: weakref.ref[Logger]
+
+    def compress(self, dtype: torch.dtype | None) -> None:
+        """Let float32 and float64 gradients travel as `dtype`, see Note [Compression].
+
+        Collective, unless `dtype` is None, for no compression.
+
+        Raises:
+            RuntimeError: a backward pass is going on, or did not end.
+        """
+        self._refuse_hook_in_backward()
+        self.compression = dtype
+        if dtype is not None:
+            self._build_buckets([bucket.parameter_indices for bucket in self.buckets])
+
+    def call_hook(self, python_hook: PythonHook) -> None:
+        """Let an `mpiddp.python_hook.PythonHook` reduce gradients, see Note [Hooks in Python].
+
+        Collective.
+
+        Raises:
+            RuntimeError: a backward pass is going on, or did not end.
+        """
+        self._refuse_hook_in_backward()
+        self.python_hook = python_hook
+        self._build_buckets([bucket.parameter_indices for bucket in self.buckets])
+
+    def _refuse_hook_in_backward(self) -> None:
+        if self.ready:
+            raise RuntimeError(
+                "a communication hook cannot be registered during a backward pass, nor after "
+                "one that did not end"
+            )
+
+    def describe_bucket(self, bucket: Bucket) -> str:
+        """Return what to call a bucket in errors. Not collective."""
+        names = [self.describe_parameter(index) for index in bucket.parameter_indices]
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return f"gradient bucket {bucket.index} ({shown})"
+
+    # What torch's wrapper calls.
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise RuntimeError unless the last backward was reduced to its end. Not collective."""
+        if self.expecting:
+            raise RuntimeError(
+                "Expected to have finished reduction: backward() was not called since the last "
+                "forward pass, or did not end."
+            )
+
+    def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
+        """Divide by the number of ranks that have not joined, unless it is to be static.
+
+        Not collective.
+
+        Args:
+            work: of the sum over ranks, in which each that has not joined is 1.
+            use_static_world_size: whether to divide by the size of the group all the same.
+        """
+        if not use_static_world_size:
+            work.wait()
+            self.set_divisor(work.get_future().value()[0].item())
+
+    def _push_all_rebuilt_params(self) -> None:
+        """Keep the order that was guessed, on a rank whose own backwards show none.
+
+        Not collective.
+        """
+        if not self.has_rebuilt_buckets and len(self.arrival_order) < len(self.parameters):
+            self.arrival_order = [
+                index for bucket in self.buckets for index in bucket.parameter_indices
+            ]
+
+    def _set_static_graph(self) -> None:
+        """Count in the first backward how often each hook runs, see static_graph.pyx.
+
+        Not collective, but the same on all ranks.
+
+        Raises:
+            RuntimeError: there was a forward pass already.
+        """
+        static_graph.begin(self)
+
+    def last_moments(self) -> list[float]:
+        """Return when the last iteration began and ended what, in seconds. Not collective.
+
+        Of forward the begin, of backward the begin, of communication the begin; of backward the
+        end, of communication the end.
+        """
+        return [
+            self.forward_began,
+            self.backward_began,
+            self.communication_began,
+            self.backward_ended,
+            self.communication_ended,
+        ]
+
+    def _run_comm_hook(self, bucket: GradBucket) -> Any:
+        """Call the hook for a GradBucket and return its future. Collective if the hook is."""
+        return (self.python_hook or self._run_allreduce_hook)(bucket)
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Sum the buffer of a GradBucket over all ranks in place; return a future of it.
+
+        Collective.
+        """
+        work = self.process_group.allreduce([bucket.buffer()])
+        future: torch.futures.Future[torch.Tensor] = work.get_future().then(
+            lambda future: future.value()[0]
+        )
+        return future
+
+    def _install_post_backward_futures(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
+        """Wait for `futures` too at the end of the next backward. Not collective."""
+        self.post_backward_futures.extend(futures)
+
+    def set_logger(self, logger: Logger) -> None:
+        """Remember the wrapper's logger (weakly). Not collective."""
+        self.logger = weakref.ref(logger)
