@@ -30,7 +30,8 @@ cdef class Reducer:
     cdef readonly object describe_parameter
     cdef object report_missing
     cdef object timeout
-    cdef readonly double divisor
+    cdef double world_size
+    cdef readonly double divisor            # fewer, while some ranks have joined
     cdef readonly Channel channel
     cdef ParameterState *states
     cdef list gradients             # what .grad was when the hook copied from it

@@ -106,7 +106,7 @@ cdef class Reducer:
         self.describe_parameter = describe_parameter
         self.report_missing = report_missing
         self.timeout = process_group.timeout
-        self.divisor = process_group.size()
+        self.world_size = self.divisor = process_group.size()
         self.expect_sparse = list(expect_sparse) if expect_sparse else [False] * count
         self.has_sparse = any(self.expect_sparse)
         self.find_unused_parameters = find_unused_parameters
@@ -505,8 +505,8 @@ cdef class Reducer:
         """
         self.iterations += 1
         self.forward_began = now()
-        if self.divisor != self.process_group.size():
-            self.set_divisor(self.process_group.size())
+        if self.divisor != self.world_size:
+            self.set_divisor(self.world_size)
         if self.expecting and self.ready:
             raise RuntimeError(
                 f"the previous backward pass ended before all gradients were reduced: "
