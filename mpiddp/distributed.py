@@ -11,18 +11,15 @@ checked before torch's constructor talks to other ranks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _rank_not_in_group
 from torch.nn.parallel.distributed import _find_tensors
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from mpiddp import comm_hooks, joined, optimizer_in_backward, verification
-from mpiddp.bucket import supported_dtypes
+from mpiddp import argument_checks, comm_hooks, joined, optimizer_in_backward, verification
 from mpiddp.bucket_assignment import BucketAssignment
 from mpiddp.communicator_group import group_of, is_communicator
 from mpiddp.compilation import run_as_it_is
@@ -40,18 +37,6 @@ if TYPE_CHECKING:
 
     from mpiddp.engine import Channel
     from mpiddp.process_group import ProcessGroup
-
-_FLAGS = (
-    "broadcast_buffers",
-    "init_sync",
-    "find_unused_parameters",
-    "check_reduction",
-    "gradient_as_bucket_view",
-    "static_graph",
-    "skip_all_reduce_unused_params",
-    "batched_grad_copy",
-    "forward_sync_buffers",
-)
 
 
 @run_as_it_is
@@ -144,14 +129,14 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         transport: str | None = None,
     ) -> None:
         arguments = dict(locals())
-        _check_module(module)
-        _check_flags(arguments)
-        _check_devices(device_ids, output_device)
-        _check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
-        _check_mixed_precision(mixed_precision)
+        argument_checks.check_module(module)
+        argument_checks.check_flags(arguments)
+        argument_checks.check_devices(device_ids, output_device)
+        argument_checks.check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
+        argument_checks.check_mixed_precision(mixed_precision)
         if is_communicator(process_group):
             process_group = group_of(process_group)
-        _check_process_group(process_group, device_mesh)
+        argument_checks.check_process_group(process_group, device_mesh)
         # Read by _build_params_for_reducer, which torch's constructor calls.
         object.__setattr__(self, "_verify_models", bool(init_sync))
         # As in torch: synchronising at forward says nothing about construction.
@@ -451,7 +436,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             new_process_group = group_of(new_process_group)
         if _rank_not_in_group(new_process_group):
             return
-        _check_process_group(new_process_group, None)
+        argument_checks.check_process_group(new_process_group, None)
         self.reducer._remove_autograd_hooks()
         self.process_group = new_process_group
         parameters, expect_sparse = super()._build_params_for_reducer()
@@ -484,90 +469,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if self.static_graph and torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.reducer.watch(list(_find_tensors(output)))
         return output
-
-
-def _check_module(module: object) -> None:
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
-    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    named = [
-        *(
-            (f"parameter {name!r}", p)
-            for name, p in module.named_parameters()
-            if name not in ignored
-        ),
-        *((f"buffer {name!r}", b) for name, b in module.named_buffers() if name not in ignored),
-    ]
-    for name, tensor in named:
-        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-            continue  # torch says what to do about these
-        if tensor.device.type != "cpu":
-            raise ValueError(
-                f"this version of mpiddp trains on the CPU; {name} is on {tensor.device}"
-            )
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"{name} has layout {tensor.layout}; only dense tensors are replicated")
-        if tensor.requires_grad and tensor.dtype not in supported_dtypes():
-            raise TypeError(
-                f"{name} has dtype {tensor.dtype}, whose gradients cannot be averaged; supported "
-                f"are {', '.join(map(str, supported_dtypes()))}"
-            )
-
-
-def _check_flags(arguments: Mapping[str, object]) -> None:
-    for name in _FLAGS:
-        value = arguments[name]
-        # numpy's bool is none of Python's, and 0 and 1 serve as flags in many a script.
-        if value is not None and not isinstance(value, bool | int | numpy.bool_):
-            raise TypeError(f"{name} must be a bool, not {value!r}")
-
-
-def _check_bucket_sizes(size: float | None, sizes: Sequence[int] | None) -> None:
-    if sizes is not None and not isinstance(sizes, list | tuple):
-        raise TypeError(f"bucket_cap_mb_list must be a list of numbers of MiB, not {sizes!r}")
-    for name, value in [("bucket_cap_mb", size), *(("bucket_cap_mb_list", s) for s in sizes or ())]:
-        if value is None and name == "bucket_cap_mb":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{name} must be a number of MiB, not {value!r}")
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"{name} must be a finite number of MiB, not negative: {value!r}")
-
-
-def _check_devices(device_ids: object, output_device: object) -> None:
-    for name, value in (("device_ids", device_ids), ("output_device", output_device)):
-        if value is not None and value != []:
-            raise ValueError(
-                f"{name} must be None for a module on the CPU, as in torch's class, not {value!r}"
-            )
-
-
-def _check_mixed_precision(mixed_precision: object) -> None:
-    if mixed_precision is not None:
-        raise RuntimeError(
-            "mixed_precision needs a GPU: torch's class on the CPU raises in its first forward "
-            '("cpu backend doesn\'t support events"). Use torch.autocast for the computation, and '
-            "mpiddp.compression.fp16 or bf16 with register_comm_hook for the gradients"
-        )
-
-
-def _check_process_group(process_group: object, device_mesh: Any) -> None:
-    if device_mesh is not None:
-        if process_group is not None or device_mesh.ndim != 1:
-            return  # torch says what is wrong with these
-        process_group = device_mesh.get_group(mesh_dim=0)
-    if process_group is None:
-        if not dist.is_initialized():
-            raise RuntimeError("call mpiddp.init_process_group() before DistributedDataParallel")
-        process_group = dist.group.WORLD
-    from mpiddp.process_group import ProcessGroup
-
-    if not isinstance(process_group, ProcessGroup):
-        name = getattr(process_group, "name", lambda: type(process_group).__name__)
-        raise TypeError(
-            f"DistributedDataParallel of mpiddp needs a process group of mpiddp, not "
-            f"{name() if callable(name) else name}: start with mpiddp.init_process_group()"
-        )
 
 
 def _describer(

@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # stub l
     _create_work_from_future,
 )
 
-from mpiddp import datatypes
+from mpiddp import datatypes, tensors_around_mpi
 from mpiddp.abort import abort_job
 from mpiddp.compilation import run_as_it_is
 from mpiddp.engine import Channel, Engine
@@ -147,7 +147,7 @@ class ProcessGroup(dist.ProcessGroup):
             dense = self._dense(tensor)
             request = self.communicator.Ibcast(datatypes.buffer_of(dense), root=opts.rootRank)
             self.wait_for(request, "broadcast", opts, dense)
-            _write_back(dense, tensor)
+            tensors_around_mpi.write_back(dense, tensor)
         return _completed(tensors)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: AllreduceOptions | None = None) -> Work:
@@ -209,7 +209,7 @@ class ProcessGroup(dist.ProcessGroup):
                 [datatypes.buffer_of(flat)[0], counts, None, MPI.BYTE],
             )
             self.wait_for(request, "all_gather", opts, source, flat)
-            _unpack(flat, output)
+            tensors_around_mpi.unpack(flat, output)
             alike = all(p.shape == tensor.shape and p.dtype == tensor.dtype for p in output)
             gathered.append(
                 flat.view(tensor.dtype).view(self.size(), *tensor.shape) if alike else output
@@ -235,7 +235,7 @@ class ProcessGroup(dist.ProcessGroup):
             datatypes.buffer_of(source), datatypes.buffer_of(target)[0]
         )
         self.wait_for(request, "all_gather", opts, source, target)
-        _write_back(target, output)
+        tensors_around_mpi.write_back(target, output)
         return _completed([output])
 
     def all_gather_single(
@@ -270,7 +270,7 @@ class ProcessGroup(dist.ProcessGroup):
             target, flat = self._pieces("gather", parts, root)
             request = self.communicator.Igatherv(datatypes.buffer_of(source), target, root=root)
             self.wait_for(request, "gather", opts, source, flat)
-            _unpack(flat, parts)
+            tensors_around_mpi.unpack(flat, parts)
         return _completed(outputs)
 
     def scatter(
@@ -292,10 +292,12 @@ class ProcessGroup(dist.ProcessGroup):
             parts = inputs[index] if self.rank() == root else []
             source, flat = self._pieces("scatter", parts, root)
             if parts:
-                flat.copy_(torch.cat([_bytes_of(self._dense(part)) for part in parts]))
+                flat.copy_(
+                    torch.cat([tensors_around_mpi.bytes_of(self._dense(part)) for part in parts])
+                )
             request = self.communicator.Iscatterv(source, datatypes.buffer_of(target), root=root)
             self.wait_for(request, "scatter", opts, target, flat)
-            _write_back(target, tensor)
+            tensors_around_mpi.write_back(target, tensor)
         return _completed(outputs)
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:
@@ -394,7 +396,7 @@ class ProcessGroup(dist.ProcessGroup):
         # Out of place: Open MPI's nonblocking all-reduce is twice as fast then.
         contribution = total.clone()
         if kind == _PREMUL_SUM:
-            _multiply(contribution, op)
+            tensors_around_mpi.multiply(contribution, op)
         request = self.communicator.Iallreduce(
             datatypes.buffer_of(contribution, how.datatype),
             datatypes.buffer_of(total, how.datatype),
@@ -402,8 +404,8 @@ class ProcessGroup(dist.ProcessGroup):
         )
         self.wait_for(request, "all_reduce", opts, contribution, total)
         if kind == _AVG:
-            _divide(total, self.size())
-        _write_back(total, tensor)
+            tensors_around_mpi.divide(total, self.size())
+        tensors_around_mpi.write_back(total, tensor)
 
     def _allreduce_sparse(self, tensor: torch.Tensor, op: dist.ReduceOp, opts: Any) -> None:
         if getattr(op, "op", op) != dist.ReduceOp.SUM:
@@ -471,51 +473,6 @@ class ProcessGroup(dist.ProcessGroup):
         # torch marks "not given" by a negative time.
         limit = own if own is not None and own > timedelta(0) else self.timeout
         return float(limit.total_seconds())
-
-
-def _write_back(dense: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy `dense` to `tensor` unless both are the same memory."""
-    if dense.data_ptr() != tensor.data_ptr():
-        with torch.no_grad():
-            tensor.copy_(dense)
-
-
-def _bytes_of(dense: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor as bytes."""
-    return dense.reshape(-1).view(torch.uint8)
-
-
-def _unpack(flat: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    """Copy bytes that lie one behind the other into tensors of any dtypes and strides."""
-    counts = [part.numel() * part.element_size() for part in parts]
-    with torch.no_grad():
-        for part, piece in zip(parts, torch.split(flat, counts) if parts else (), strict=True):
-            if part.numel():
-                # Viewing bytes as a wider dtype needs them aligned: copy.
-                part.copy_(piece.clone().view(part.dtype).view(part.shape))
-
-
-def _divide(total: torch.Tensor, divisor: int) -> None:
-    """Divide in place; integers towards zero."""
-    if total.dtype.is_floating_point or total.dtype.is_complex:
-        total.div_(divisor)
-    elif total.dtype.is_signed or total.dtype is torch.uint8:
-        total.div_(divisor, rounding_mode="trunc")
-    else:
-        # torch has no division of the wider unsigned integers. The clone, because a tensor whose
-        # memory numpy has seen cannot be resized any more.
-        total.copy_(torch.from_numpy(total.clone().numpy() // divisor))
-
-
-def _multiply(contribution: torch.Tensor, op: dist.ReduceOp) -> None:
-    """Multiply in place by the factor of a PREMUL_SUM."""
-    factor = getattr(op, "factor", None)
-    if factor is None:
-        raise TypeError("ReduceOp.PREMUL_SUM needs a factor: ReduceOp.PREMUL_SUM(factor)")
-    try:
-        contribution.mul_(factor)
-    except RuntimeError as error:
-        raise TypeError(f"ReduceOp.PREMUL_SUM of {contribution.dtype}: {error}") from error
 
 
 def _completed(result: Iterable[Any]) -> Work:
