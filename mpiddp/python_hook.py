@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from mpiddp.reducer import Reducer
 
 Hook = Callable[..., Any]
+
+_FILES_OF_WAITING = (__file__, torch.futures.__file__)
 
 
 def hook_name(hook: Hook) -> str:
@@ -82,6 +85,9 @@ class PythonHook:
         try:
             result = future.wait()
         except Exception as error:
+            # Torch keeps what set_exception() was given in the future: with this frame in its
+            # traceback they would keep each other alive, and the module.
+            error.__traceback__ = _before_waiting(error.__traceback__)
             raise self._failure("returned a future that failed with", reducer, bucket, error) from (
                 error
             )
@@ -116,6 +122,13 @@ class PythonHook:
         return RuntimeError(
             f"{self._subject(reducer, bucket)}, {did} {type(error).__name__}: {error}"
         )
+
+
+def _before_waiting(traceback: TracebackType | None) -> TracebackType | None:
+    """Return the part of a traceback that an error had before `wait` of its future raised it."""
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in _FILES_OF_WAITING:
+        traceback = traceback.tb_next
+    return traceback
 
 
 def completed(future: Any, timeout: timedelta) -> bool:

@@ -1,5 +1,10 @@
 """Communication hooks that fail, or are registered where none can be: what the error says."""
 
+import gc
+import threading
+import traceback
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -93,6 +98,53 @@ def test_broken_hook(hook, views):
             wrapped(torch.ones(1, 3))
 
 
+@pytest.mark.parametrize("hook", [raises, fails_later, set_to_fail], ids=lambda hook: hook.__name__)
+def test_nothing_is_kept_alive(hook):
+    """Torch's futures keep the error, whose traceback must not lead back to the module."""
+
+    def run() -> tuple[weakref.ref, str]:
+        wrapped = DDP(nn.Linear(3, 2))
+        wrapped.register_comm_hook(None, hook)
+        with pytest.raises(RuntimeError) as caught:
+            wrapped(torch.ones(1, 3)).sum().backward()
+        return weakref.ref(wrapped), "".join(traceback.format_exception(caught.value))
+
+    wrapper, text = run()
+    gc.collect()
+    with together():
+        assert wrapper() is None
+        assert "broken on purpose" in text
+        if hook is raises:
+            assert "in raises" in text
+
+
+def test_error_of_a_future_keeps_its_own_traceback():
+    """It says where the error came from that the future was given."""
+
+    def work_of_a_thread(give: Callable[[Exception], None]) -> None:
+        try:
+            raise ValueError("broken on purpose")
+        except ValueError as error:
+            give(error)
+
+    def hook(state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        errors: list[Exception] = []
+        thread = threading.Thread(target=work_of_a_thread, args=(errors.append,))
+        thread.start()
+        thread.join()
+        future: Future[Any] = Future()
+        future.set_exception(errors[0])
+        return future
+
+    wrapped = DDP(nn.Linear(3, 2))
+    wrapped.register_comm_hook(None, hook)
+    loss = wrapped(torch.ones(1, 3)).sum()
+    with together(), pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    with together():
+        assert "in work_of_a_thread" in "".join(traceback.format_exception(caught.value))
+
+
 def test_future_that_never_completes():
     group = dist.new_group(timeout=timedelta(seconds=0.5))
     wrapped = DDP(nn.Linear(3, 2), process_group=group)
@@ -149,8 +201,9 @@ def test_during_backward():
         except RuntimeError as error:
             caught.append(str(error))
 
-    wrapped.module.bias.register_post_accumulate_grad_hook(register)
+    handle = wrapped.module.bias.register_post_accumulate_grad_hook(register)
     wrapped(torch.ones(1, 3)).sum().backward()
+    handle.remove()  # it keeps the module alive: torch does not find this cycle
     with together():
         assert caught
         assert "cannot be registered during a backward pass" in caught[0]
