@@ -19,11 +19,11 @@ from replicas import (
 )
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
+from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging import averagers
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import (
     HierarchicalModelAverager,
 )
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from mpiddp import DistributedDataParallel as DDP

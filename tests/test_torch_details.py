@@ -167,7 +167,9 @@ def test_built_in_hook(name, views, gloo):
 
 @several
 @pytest.mark.parametrize(
-    "copier", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+    "copier",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["copy", "pickle"],
 )
 def test_copies_are_for_the_default_group_only(copier: Callable[[Any], Any], gloo):
     group = dist.new_group(list(range(SIZE)))
