@@ -37,7 +37,7 @@ def begin(Reducer reducer not None, double divisor):
     reducer.missing = []
     reducer.incomplete = False
     reducer.set_divisor(divisor)
-    reducer.kept = []
+    reducer.shadowing = True
     for bucket in reducer.buckets:
         if bucket.skipped:
             continue
@@ -52,17 +52,25 @@ def begin(Reducer reducer not None, double divisor):
 
 
 cdef _submit_zeros(Reducer reducer, Bucket bucket):
-    if reducer.gradient_as_bucket_view:
-        # Where `.grad` is in memory that is overwritten now.
-        if bucket.staging is None:
-            reducer.kept.append((bucket, bucket.buffer.clone()))
-        elif bucket.flags_only:
-            reducer.kept.append((bucket, bucket.staging.clone()))
+    if reducer.gradient_as_bucket_view and (bucket.staging is None or bucket.flags_only):
+        _move_gradients_out(reducer, bucket)
     if bucket.flags_only:
         bucket.staging.zero_()
     memset(bucket.work.data, 0, bucket.work.count * element_bytes(bucket.work.element))
     bucket.set_flag(INCOMPLETE, True)
     reducer.channel.submit(&bucket.work)
+
+
+cdef _move_gradients_out(Reducer reducer, Bucket bucket):
+    """Give gradients memory of their own, where that of the bucket is overwritten now.
+
+    At once, for an optimizer in the same Join steps before this backward is over. The next
+    backward of this rank makes them views again.
+    """
+    for index, view in zip(bucket.parameter_indices, bucket.views):
+        parameter = reducer.parameters[index]
+        if parameter.grad is not None and parameter.grad.data_ptr() == view.data_ptr():
+            parameter.grad = parameter.grad.clone()
 
 
 cdef _launch(Reducer reducer, Bucket bucket):
@@ -96,7 +104,7 @@ def finish(Reducer reducer not None):
             group's timeout.
     """
     cdef Bucket bucket
-    if reducer.kept is None:
+    if not reducer.shadowing:
         return
     _wait(reducer)
     if reducer.python_hook is not None:
@@ -104,7 +112,5 @@ def finish(Reducer reducer not None):
             if not bucket.sparse and not bucket.skipped:
                 reducer.python_hook.finish(reducer, bucket)
                 reducer._find_views(bucket)
-    for bucket, content in reducer.kept:
-        (bucket.staging if bucket.flags_only else bucket.buffer).copy_(content)
-    reducer.kept = None
+    reducer.shadowing = False
     reducer._after_reduction()

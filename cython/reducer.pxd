@@ -48,7 +48,7 @@ cdef class Reducer:
     cdef bint skip_unused
     cdef set unused_everywhere      # with skip_unused: parameters that no rank used
     cdef bint compare_gradients     # whether hooks may run that bring no gradient
-    cdef list kept                  # while this rank shadows others, see joined.pyx; or None
+    cdef bint shadowing             # whether this rank takes part in others' backward, joined.pyx
     cdef list before                # .grad and its version at the end of forward
     cdef readonly list missing               # parameters that got no gradient in the last backward
     cdef Py_ssize_t next_bucket

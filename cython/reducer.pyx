@@ -560,7 +560,7 @@ cdef class Reducer:
             RuntimeError: parameters got no gradient in the last reduction, and neither
                 `find_unused_parameters` nor the static graph says so.
         """
-        if self.kept is not None:
+        if self.shadowing:
             from mpiddp import joined
 
             joined.finish(self)

@@ -419,6 +419,17 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             )
         self.logger.set_sample_rate(sample_rate)
 
+    def _set_sparse_metadata(self, global_unique_ids: Mapping[str, torch.Tensor]) -> None:
+        """Accept which rows of sparse gradients are used: the ranks tell each other anyway.
+
+        Not collective. Overrides torch's method of this name.
+
+        Raises:
+            TypeError: it is no mapping.
+        """
+        if not isinstance(global_unique_ids, Mapping):
+            raise TypeError(f"global_unique_ids must be a mapping, not {global_unique_ids!r}")
+
     def _update_process_group(self, new_process_group: Any) -> None:
         """Average over another group from now on. Overrides torch's method of this name.
 

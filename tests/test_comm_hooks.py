@@ -296,6 +296,12 @@ def test_what_a_bucket_shows(views, gloo):
         assert not buffer.requires_grad
         for gradient in bucket.gradients():
             assert gradient.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        # With views `.grad` is in that memory too: what a hook changes in place is seen there.
+        start = buffer.data_ptr()
+        offsets = [views and p.grad.data_ptr() - start for p in bucket.parameters()]
+        if key == 0:
+            own = ours.reducer.buckets[bucket.index()].gradients
+            assert (buffer.data_ptr(), buffer.shape) == (own.data_ptr(), own.shape)
         seen.setdefault(key, []).append(
             (
                 bucket.index(),
@@ -303,6 +309,7 @@ def test_what_a_bucket_shows(views, gloo):
                 buffer.tolist(),
                 [gradient.tolist() for gradient in bucket.gradients()],
                 [names[id(parameter)] for parameter in bucket.parameters()],
+                offsets,
             )
         )
         return completed(buffer)

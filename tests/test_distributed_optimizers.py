@@ -7,9 +7,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import CASES, loss_of, mlp
-from replicas import RANK, SIZE, assert_close, assert_replicated, gather, share, together
+from replicas import (
+    RANK,
+    SIZE,
+    assert_close,
+    assert_replicated,
+    assert_same_bits,
+    gather,
+    share,
+    together,
+)
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
+from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging import averagers
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import (
     HierarchicalModelAverager,
@@ -60,6 +70,32 @@ class TestZeroRedundancyOptimizer:
             held = sum(len(group["params"]) for group in sharded.optim.param_groups)
         if SIZE > 1:
             assert sum(gather(held)) == len(list(ours.parameters()))
+
+    @several
+    @pytest.mark.filterwarnings("ignore:Detected uneven input skew")
+    @pytest.mark.parametrize("ends_first", [0, SIZE - 1], ids=["rank 0", "last rank"])
+    def test_uneven_inputs(self, ends_first, views, gloo):
+        """One Join for model and optimizer: ranks that have joined go on with their share."""
+        module = mlp(3, 5, 2)
+        distance = abs(RANK - ends_first)
+        batches = torch.randn(SIZE, 2 * SIZE, 2, 3, dtype=torch.float64)[RANK, : 2 + distance]
+        models = [
+            DDP(copy.deepcopy(module), gradient_as_bucket_view=views),
+            TorchDDP(module, process_group=gloo, gradient_as_bucket_view=views),
+        ]
+        for model, group in zip(models, (dist.group.WORLD, gloo), strict=True):
+            sharded = ZeroRedundancyOptimizer(
+                model.parameters(), torch.optim.Adam, process_group=group, lr=0.01
+            )
+            with Join([model, sharded]):
+                for x in batches:
+                    sharded.zero_grad()
+                    loss_of(model, x).backward()
+                    sharded.step()
+        with together():
+            assert len(batches) == 2 + distance
+            assert_same_parameters(*models, 1e4)
+        assert_same_bits(models[0].named_parameters())
 
     def test_state_goes_to_one_rank_and_back(self):
         model = mlp(3, 4, 2)

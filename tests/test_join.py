@@ -125,6 +125,7 @@ def test_divisor(static, transport, views):
 
 
 def test_gradients_of_a_rank_that_has_joined_stay(views):
+    """See also the test of ZeroRedundancyOptimizer, which reads them in the same Join."""
     model = mlp(3, 4, 2)
     wrapped = DDP(model, gradient_as_bucket_view=views)
     inputs = batches(1 + 2 * RANK, 2, 3)
@@ -266,7 +267,15 @@ def test_buffers(counts, synchronise, gloo):
         assert torch.equal(pair[0].module.seen, pair[1].module.seen)
 
 
-def test_sparse_gradients(gloo):
+def averaging_hook() -> Callable[..., object]:
+    """Return what no hook does, in Python: torch's own is recognised and done without."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    return lambda group, bucket: default_hooks.allreduce_hook(group, bucket)
+
+
+@pytest.mark.parametrize("hook", [False, True], ids=["no hook", "hook in Python"])
+def test_sparse_gradients(hook, gloo):
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -278,6 +287,9 @@ def test_sparse_gradients(gloo):
             return y
 
     pair = wrap_both(Model(), gloo)
+    if hook:
+        for model, group in zip(pair, (dist.group.WORLD, gloo), strict=True):
+            model.register_comm_hook(group, averaging_hook())
     inputs = list(torch.randint(9, (SIZE, 2 * SIZE, 4))[RANK, : 2 + RANK])
     with together():
         assert len(inputs) == 2 + RANK
@@ -372,16 +384,12 @@ def test_compression(gloo):
 @pytest.mark.parametrize("name", ["allreduce", "powerSGD"])
 def test_hook_in_python(name, views, gloo):
     """Joined ranks call the hook with zeros."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-    def average(group: dist.ProcessGroup, bucket: dist.GradBucket) -> object:
-        return default_hooks.allreduce_hook(group, bucket)
-
-    average.__annotations__.clear()
     pair = wrap_both(mlp(3, 4, 2), gloo, gradient_as_bucket_view=views)
     for model, group in zip(pair, (dist.group.WORLD, gloo), strict=True):
         if name == "allreduce":
-            model.register_comm_hook(group, average)
+            model.register_comm_hook(group, averaging_hook())
         else:
             state = powerSGD_hook.PowerSGDState(
                 group, matrix_approximation_rank=1, start_powerSGD_iter=2

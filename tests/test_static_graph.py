@@ -244,6 +244,42 @@ def test_old_gradients_of_unused_parameters_stay(views, gloo):
                 assert torch.equal(parameter.grad, torch.full_like(parameter, RANK + 0.5))
 
 
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+class _Ends(nn.Module):
+    """Backward comes to `idle`, but brings no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = mlp(4, 2)
+        self.idle = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x) + _NoGradient.apply(self.idle)
+        return y
+
+
+def test_function_that_gives_no_gradient(views):
+    """The hook of its parameter runs all the same: an old gradient stays the rank's own."""
+    wrapped = DDP(_Ends(), static_graph=True, gradient_as_bucket_view=views)
+    idle = wrapped.module.idle
+    idle.grad = torch.full_like(idle, RANK + 0.5)
+    for _ in range(STEPS):
+        wrapped.module.layer.zero_grad()
+        loss_of(wrapped, share(torch.randn(2 * SIZE, 4, dtype=torch.float64))).backward()
+        assert_replicated(wrapped.module.layer)
+        with together():
+            assert idle.grad.tolist() == [RANK + 0.5] * 2
+
+
 def test_two_forwards_before_one_backward(gloo):
     pair = wrap_both(mlp(4, 5, 2), gloo)
     for _ in range(STEPS):
