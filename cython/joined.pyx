@@ -95,6 +95,7 @@ def finish(Reducer reducer not None):
             group's timeout.
     """
     cdef Bucket bucket
+    cdef Py_ssize_t index
     if reducer.kept is None:
         return
     _wait(reducer)
@@ -106,4 +107,8 @@ def finish(Reducer reducer not None):
     for bucket, content in reducer.kept:
         (bucket.staging if bucket.flags_only else bucket.buffer).copy_(content)
     reducer.kept = None
+    # What this rank used stays to be told: its own gradients were not reduced.
+    used = [reducer.states[index].used for index in range(len(reducer.parameters))]
     reducer._after_reduction()
+    for index in range(len(used)):
+        reducer.states[index].used = used[index]
