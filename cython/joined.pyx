@@ -104,6 +104,7 @@ def finish(Reducer reducer not None):
             group's timeout.
     """
     cdef Bucket bucket
+    cdef Py_ssize_t index
     if not reducer.shadowing:
         return
     _wait(reducer)
@@ -113,4 +114,8 @@ def finish(Reducer reducer not None):
                 reducer.python_hook.finish(reducer, bucket)
                 reducer._find_views(bucket)
     reducer.shadowing = False
+    # What this rank used stays to be told: its own gradients were not reduced.
+    used = [reducer.states[index].used for index in range(len(reducer.parameters))]
     reducer._after_reduction()
+    for index in range(len(used)):
+        reducer.states[index].used = used[index]

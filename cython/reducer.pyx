@@ -239,7 +239,10 @@ cdef class Reducer:
         if not self.expecting:
             return 0
         if state.left != 1:
-            self.count_hook(index)
+            if brought or not (<Bucket>self.buckets[state.bucket]).skipped:
+                self.count_hook(index)
+            else:
+                self.queue_callback()   # as in the iteration in which no rank used it
             return 0
         state.left = 0
         self.queue_callback()

@@ -310,10 +310,14 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self.logger._set_comm_hook_name(hook_name(hook))
 
     def _install_copied_hooks(self) -> None:
-        """Install the hook of a wrapper that was copied or unpickled."""
+        """Install the hook of a wrapper that was copied or unpickled, or has another group."""
         hooks = self.__dict__.get("_comm_hooks", [])
         # Optimizers in backward are of the parameters, and not copied with them.
-        hooks[:] = [own for own in hooks if own[0] is not optimizer_in_backward.step_on_mean]
+        hooks[:] = [
+            (hook, state)
+            for hook, state in hooks
+            if hook is not optimizer_in_backward.step_on_mean or state() is self
+        ]
         for hook, state in hooks:
             self._install_hook(hook, state)
 
@@ -449,6 +453,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             return
         argument_checks.check_process_group(new_process_group, None)
         self.reducer._remove_autograd_hooks()
+        # Hooks that are recognised and served this module's group serve the new one.
+        self._comm_hooks[:] = [
+            (hook, state if comm_hooks.runs_in_python(hook, state, self.process_group) else None)
+            for hook, state in self._comm_hooks
+        ]
         self.process_group = new_process_group
         parameters, expect_sparse = super()._build_params_for_reducer()
         for parameter in parameters:

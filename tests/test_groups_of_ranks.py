@@ -15,6 +15,7 @@ from replicas import (
     share,
     together,
 )
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -171,6 +172,21 @@ class TestUpdateProcessGroup:
             dist.destroy_process_group(fewer)
         with together():
             assert wrapped.static_graph
+
+    @pytest.mark.mpi(min_size=2)
+    def test_recognised_hook_follows(self):
+        """A hook that was registered without a group serves the group that is set."""
+        everyone = dist.new_group(list(range(SIZE)))
+        alone = [dist.new_group([rank]) for rank in range(SIZE)][RANK]
+        wrapped = DDP(mlp(3, 2), process_group=everyone)
+        wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+        for group, mean in ((everyone, SIZE + 1), (alone, 2 * (RANK + 1))):
+            wrapped._update_process_group(group)
+            step(wrapped)
+            with together():
+                assert weight_gradient(wrapped) == pytest.approx(mean)
+        dist.destroy_process_group(alone)
+        dist.destroy_process_group(everyone)
 
     def test_gloo_is_refused(self, gloo):
         wrapped = DDP(mlp(3, 2))

@@ -240,6 +240,27 @@ def test_accumulation_under_no_sync(counts, views, gloo):
     assert_same_training(*pair, *seen)
 
 
+def test_accumulated_before_joining_and_unused_after(views, gloo):
+    """What a rank accumulated counts in the first backward after join(), used there or not."""
+    pair = wrap_both(_Branches(), gloo, find_unused_parameters=True, gradient_as_bucket_view=views)
+    inputs = batches(2 + RANK, 2, 3)
+    for model in pair:
+        with model.join():
+            for step, x in enumerate(inputs):
+                x = x.abs() * (-1 if step == 1 else 1)  # only the second batch uses head 1
+                if step == 1:
+                    with model.no_sync():
+                        loss_of(model, x).backward()
+                else:
+                    loss_of(model, x).backward()
+        loss_of(model, inputs[0].abs()).backward()
+    if SIZE == 2:
+        # With more, torch's joined ranks also add up in their own map what others used.
+        with together():
+            assert_gradients_close(*map(gradients_of, pair))
+    assert_same_bits((n, p.grad) for n, p in pair[0].named_parameters())
+
+
 class _Counting(nn.Module):
     """Changes its buffers in each rank's own way."""
 

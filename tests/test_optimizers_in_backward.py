@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import CASES, GivenGradients, loss_of, mlp
 from replicas import RANK, SIZE, assert_close, assert_replicated, gather, share, together
 from torch import nn
@@ -174,6 +175,20 @@ def test_copies_have_no_optimizers():
     copied(torch.full((1, 3), 1.0 + RANK)).sum().backward()
     with together():
         assert copied.module.weight.grad.unique().tolist() == [(SIZE + 1) / 2]
+
+
+def test_another_process_group():
+    """They go on to step."""
+    model = nn.Linear(3, 2)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
+    wrapped = DDP(model)
+    wrapped(torch.ones(1, 3)).sum().backward()
+    wrapped._update_process_group(dist.group.WORLD)
+    before = model.weight.detach().clone()
+    wrapped(torch.full((1, 3), 1.0 + RANK)).sum().backward()
+    with together():
+        assert_close(model.weight, before - (SIZE + 1) / 2, "weight")
+        assert model.weight.grad is None
 
 
 def test_beside_another_hook():

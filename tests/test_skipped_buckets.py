@@ -115,3 +115,34 @@ def test_with_join(views):
             wrapped({"a": torch.ones(3)}).backward()
     with together():
         assert model.b.grad is None
+
+
+class _TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp(3, 4)
+        self.heads = nn.ModuleList([mlp(4, 2), mlp(4, 2)])
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [head(self.body(x)) for head in self.heads]
+
+
+def test_output_that_no_loss_uses(views, gloo):
+    """Its layers' hooks run in every iteration, and bring no gradient."""
+    options = {
+        "skip_all_reduce_unused_params": True,
+        "find_unused_parameters": True,
+        "bucket_cap_mb": 1e-6,
+        "gradient_as_bucket_view": views,
+    }
+    module = _TwoOutputs()
+    ours = DDP(copy.deepcopy(module), **options)
+    theirs = TorchDDP(copy.deepcopy(module), process_group=gloo, **options)
+    for _ in range(3):
+        x = share(torch.randn(2 * SIZE, 3, dtype=torch.float64))
+        for model in (ours, theirs):
+            model.zero_grad()
+            outputs = model(x)
+            (outputs[0].sum() + 0 * outputs[1].detach().sum()).backward()
+        with together():
+            assert_gradients_close(*map(gradients_of, (ours, theirs)))
