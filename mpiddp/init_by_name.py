@@ -75,7 +75,7 @@ def _completed(
         arguments["rank"] = topology.rank
     if "world_size" not in in_url:
         arguments["world_size"] = topology.world_size
-    if given.get("store") is None and _finds_ranks_in_environment(given):
+    if _asks_environment(given):
         arguments["init_method"] = None
         timeout = given.get("timeout")
         if not isinstance(timeout, timedelta):
@@ -110,7 +110,7 @@ def _contradiction(topology: rendezvous.Topology, given: Mapping[str, Any]) -> s
         if name in in_url:
             told.append((f"{name}={in_url[name]} in init_method", in_url[name]))
         variable = name.upper()
-        if _finds_ranks_in_environment(given) and variable in os.environ:
+        if _asks_environment(given) and variable in os.environ:
             told.append(
                 (f"{variable}={os.environ[variable]} in the environment", os.environ[variable])
             )
@@ -124,8 +124,11 @@ def _contradiction(topology: rendezvous.Topology, given: Mapping[str, Any]) -> s
     return ""
 
 
-def _finds_ranks_in_environment(given: Mapping[str, Any]) -> bool:
+def _asks_environment(given: Mapping[str, Any]) -> bool:
+    """Return whether torch would take ranks and address from the environment."""
     method = given.get("init_method")
+    if given.get("store") is not None:
+        return False
     return method is None or urlparse(str(method)).scheme == "env"
 
 
