@@ -150,7 +150,7 @@ def begin_world(
     global _world
     # Left over if torch.distributed.destroy_process_group() was called instead of ours.
     _leave_world()
-    communicator = _checked_communicator(comm)
+    communicator = checked_communicator(comm)
 
     from mpiddp.engine import Engine
 
@@ -239,7 +239,11 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
     return made
 
 
-def _checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
+def checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
+    """Initialise MPI if nobody has, and return `comm`, or COMM_WORLD for None.
+
+    Collective where MPI is not initialised. Raises what `init_process_group` raises.
+    """
     from mpi4py import MPI
 
     check_loaded_library()
