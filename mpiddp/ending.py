@@ -96,13 +96,7 @@ class Ending:
         signal.signal(signal.SIGTERM, self._terminate)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
 
-        def forget() -> None:
-            # A child process, as of a DataLoader, would write to the pipe of this one.
-            signal.set_wakeup_fd(-1)
-            if signal.getsignal(signal.SIGTERM) == self._terminate:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-        os.register_at_fork(after_in_child=forget)
+        self._leave_children_alone()
 
         def watch() -> None:
             while received := os.read(reading, 1):
@@ -111,6 +105,28 @@ class Ending:
                     self._terminate()
 
         threading.Thread(target=watch, name="mpiddp SIGTERM", daemon=True).start()
+
+    def _leave_children_alone(self) -> None:
+        """Let forked processes, as of a DataLoader, die of SIGTERM as if this one had no handler.
+
+        Until it has forgotten the handler, a child would write to the pipe of this process, so the
+        signal waits as long.
+        """
+        mask = threading.local()
+
+        def block() -> None:
+            mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+        def restore() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask.before)
+
+        def forget() -> None:
+            signal.set_wakeup_fd(-1)
+            if signal.getsignal(signal.SIGTERM) == self._terminate:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            restore()
+
+        os.register_at_fork(before=block, after_in_parent=restore, after_in_child=forget)
 
     def _terminate(self, number: int = 0, frame: FrameType | None = None) -> None:
         """Abort the job: as the handler, or in the thread, whichever comes first."""

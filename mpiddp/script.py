@@ -49,9 +49,10 @@ class Program:
             module, code = _load_module(_find_module(self.name))
             sys.argv = [str(module.__file__), *self.arguments]
         elif os.path.isdir(self.name) or zipfile.is_zipfile(self.name):
-            self._set_path(self.name)
+            path = os.path.abspath(self.name)
+            self._set_path(path)
             sys.argv = [self.name, *self.arguments]
-            spec = importlib.machinery.PathFinder.find_spec("__main__", [self.name])
+            spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
             if spec is None:
                 raise ImportError(f"can't find '__main__' module in {self.name!r}")
             module, code = _load_module(spec)
