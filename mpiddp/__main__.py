@@ -62,26 +62,33 @@ def main() -> int:
         if topology.rank == 0:
             parser.print_help()
         return 0
-
-    ending = Ending(topology.rank, topology.world_size)
-    output.send_by_line()
-    _direct_output(options, topology.rank)
     problem = torchrun.set_environment(communicator, topology)
     communicator.Free()
     if problem:
-        return ending.exit(problem if topology.rank == 0 else 2)
-    said = _replace(options, topology)
-    if topology.rank == 0:
-        ranks = f"{topology.world_size} rank{'s' * (topology.world_size > 1)}"
-        print(f"mpiddp: {ranks}, {said}", file=sys.stderr, flush=True)
-    ending.watch_sigterm()
+        # Nobody aborts the job: the others' ends wait for rank 0 to print.
+        if topology.rank == 0:
+            print(f"{parser.prog}: {problem}", file=sys.stderr)
+        return 2
+
+    ending = Ending(topology.rank, topology.world_size)
     try:
+        _prepare(options, topology)
+        ending.watch_sigterm()
         program.run()
     except SystemExit as exited:
         return ending.exit(exited.code)
     except BaseException as error:
         return ending.fail(error)
     return 0
+
+
+def _prepare(options: argparse.Namespace, topology: rendezvous.Topology) -> None:
+    output.send_by_line()
+    _direct_output(options, topology.rank)
+    said = _replace(options, topology)
+    if topology.rank == 0:
+        ranks = f"{topology.world_size} rank{'s' * (topology.world_size > 1)}"
+        print(f"mpiddp: {ranks}, {said}", file=sys.stderr, flush=True)
 
 
 def _make_parser() -> _Parser:

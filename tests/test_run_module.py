@@ -184,8 +184,11 @@ def test_code_and_what_cannot_be_run(tmp_path: Path) -> None:
     assert done.stderr.endswith("error: unrecognized arguments: --tagoutput\n")
 
     done = start("-m", "mpiddp", "-c", "", env={"WORLD_SIZE": "4"})
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "rank 0: WORLD_SIZE=4 in the environment, but MPI says 1" in done.stderr
+    done = start("-m", "mpiddp", "--log-dir", "/proc/no", "-c", "")
+    assert done.returncode == 1
+    assert "No such file or directory: '/proc/no'" in done.stderr
 
 
 @pytest.mark.once
