@@ -12,7 +12,7 @@ import sys
 import textwrap
 import time
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +274,7 @@ def expected_lines(rank: int) -> list[str]:
         f"from C of rank {rank}",
         f"shell of rank {rank}",
         f"rank {rank} child",
+        f"rank {rank} after all of them",
         f"no newline {rank}",
     ]
 
@@ -302,11 +303,12 @@ def test_files_for_each_rank_and_an_abort(tmp_path: Path) -> None:
     for rank in (0, 1):
         written = (folder / f"rank-{rank}.out").read_text().splitlines()
         # Rank 0 is killed with the beginning of its last line in Python's hands.
-        assert written[: 2000 + 3] == expected_lines(rank)[:-1]
+        assert written[: 2000 + 4] == expected_lines(rank)[:-1]
     assert (folder / "rank-1.out").read_text().endswith("no newline 1")
     # Of the others only what ends the job is printed; it is in the file as well.
     assert "rank 1" not in done.stdout
     assert done.stdout.count("[0] rank 0 line ") == 2000
+    assert "[0] rank 0 after all of them\n" in done.stdout
     said = "[rank1]: ValueError: broken on purpose\n"
     assert done.stderr.count(said) == 1
     error = (folder / "rank-1.err").read_text()
@@ -347,37 +349,67 @@ def test_sigterm_elsewhere(tmp_path: Path) -> None:
     assert done.returncode == -15
 
 
-def pump(tag: str, *writes: Sequence[bytes]) -> tuple[bytes, bytes]:
-    """Write to the two pipes of a line pump and return what it passes on."""
-    from mpiddp import line_pump
+class Pump:
+    """A line pump, the two pipes that it reads, and the one that it prints to."""
 
-    ours, theirs = socket.socketpair()
-    error_end, error_pipe = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", line_pump.__file__, tag, str(error_end), str(theirs.fileno())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        pass_fds=(error_end, theirs.fileno()),
-    )
-    theirs.close()
-    os.close(error_end)
-    assert process.stdin is not None
-    with ours, process:
-        for out, error in writes:
-            process.stdin.write(out)
-            process.stdin.flush()
-            os.write(error_pipe, error)
-        ours.send(b".")
-        assert ours.recv(1) == b"."
-        os.close(error_pipe)
-        return process.communicate(timeout=20)
+    def __init__(self, tag: str) -> None:
+        from mpiddp import line_pump
+
+        self.control, theirs = socket.socketpair()
+        error_end, self.error = os.pipe()
+        program = [sys.executable, "-I", "-S", line_pump.__file__]
+        self.process = subprocess.Popen(
+            [*program, tag, str(error_end), str(theirs.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=(error_end, theirs.fileno()),
+            bufsize=0,
+        )
+        theirs.close()
+        os.close(error_end)
+
+    def write(self, out: bytes, error: bytes = b"") -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(out)
+        os.write(self.error, error)
+
+    def end(self) -> tuple[bytes, bytes]:
+        """Let it pass on what it has, then end it, and return what it printed."""
+        with self.control, self.process:
+            self.control.send(b".")
+            assert self.control.recv(1) == b"."
+            os.close(self.error)
+            return self.process.communicate(timeout=20)
 
 
 @pytest.mark.once
 def test_line_pump() -> None:
+    tagging = Pump("[7] ")
     long = b"y" * 10_000
-    out, error = pump("[7] ", (b"one\ntwo\r\nhal", b"10 %\r20 %\r"), (b"f\n\n" + long, b"30 %"))
+    tagging.write(b"one\ntwo\r\nhal", b"10 %\r20 %\r")
+    tagging.write(b"f\n\n" + long, b"30 %")
+    out, error = tagging.end()
     assert out == b"[7] one\n[7] two\r\n[7] half\n[7] \n[7] " + long + b"\n"
-    assert error in (b"[7] 10 %\r[7] 20 %\r[7] 30 %\n",)
-    assert pump("", (b"as it\r is", b"")) == (b"as it\r is", b"")
+    assert error == b"[7] 10 %\r[7] 20 %\r[7] 30 %\n"
+
+    plain = Pump("")
+    plain.write(b"as it\r is")
+    assert plain.end() == (b"as it\r is", b"")
+
+
+@pytest.mark.once
+def test_launcher_reads_whole_lines() -> None:
+    """Whatever it reads at a time ends with a line, so no other rank's output gets into one."""
+    tagging = Pump("[7] ")
+    lines = b"".join(b"line %d\n" % number for number in range(3000))
+    tagging.write(lines)
+    assert tagging.process.stdout is not None
+    read = b""
+    while read.count(b"\n") < 3000:
+        time.sleep(0.005)
+        chunk = os.read(tagging.process.stdout.fileno(), 4096)
+        assert chunk.endswith(b"\n")
+        read += chunk
+    assert read.replace(b"[7] ", b"") == lines
+    assert tagging.end() == (b"", b"")

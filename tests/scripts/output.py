@@ -25,6 +25,7 @@ if __name__ == "__main__":
     process = multiprocessing.get_context("fork").Process(target=say, args=(f"rank {rank}",))
     process.start()
     process.join()
+    print(f"rank {rank} after all of them")
     print(f"progress 1\rprogress {rank} 2", file=sys.stderr)
     dist.barrier()
     sys.stdout.write(f"no newline {rank}")
