@@ -9,9 +9,18 @@ import stat
 import sys
 import termios
 import time
+from collections.abc import Callable
+
+# Called when what this process printed is to leave it.
+_release: list[Callable[[], None]] = []
 
 # Seconds that a launcher which does not read is waited for.
 _PATIENCE = 2.0
+
+
+def call_before_abort(release: Callable[[], None]) -> None:
+    """Let `abort_job` call `release`, which sends out the output that it holds. Not collective."""
+    _release.append(release)
 
 
 def abort_job(code: int) -> None:
@@ -26,6 +35,8 @@ def abort_job(code: int) -> None:
     """
     from mpi4py import MPI
 
+    for release in _release:
+        release()
     deadline = time.monotonic() + _PATIENCE
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         if stream is not None:

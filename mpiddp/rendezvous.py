@@ -86,6 +86,7 @@ class _World:
     excepthook: Callable[..., Any]
     excepthook_before: Callable[..., Any]
     process_id: int
+    started: bool = False
     groups: list[weakref.ref[ProcessGroup]] = field(default_factory=list)
 
 
@@ -113,7 +114,6 @@ def init_process_group(
         RuntimeError: it was called before; the MPI gives less than THREAD_MULTIPLE; or every
             process is a world of one although the launcher started several.
     """
-    global _world
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta, not {type(timeout).__name__}")
     if timeout <= timedelta(0):
@@ -122,16 +122,42 @@ def init_process_group(
         raise RuntimeError(
             "torch.distributed is initialised already; call destroy_process_group() first"
         )
+
+    def start(communicator: MPI.Intracomm, topology: Topology) -> None:
+        dist.init_process_group(
+            BACKEND,
+            store=shared_store(communicator, topology, timeout),
+            rank=topology.rank,
+            world_size=topology.world_size,
+            timeout=timeout,
+        )
+
+    begin_world(comm, start)
+
+
+def begin_world(
+    comm: MPI.Intracomm | None, start: Callable[[MPI.Intracomm, Topology], None]
+) -> None:
+    """Make what lies under torch.distributed, and let `start` initialise that.
+
+    Collective over `comm`.
+
+    Args:
+        comm: as for `init_process_group`.
+        start: called with a duplicate of `comm` and this process's place in it; it must
+            initialise torch.distributed.
+    """
+    global _world
     # Left over if torch.distributed.destroy_process_group() was called instead of ours.
     _leave_world()
-    communicator = _checked_communicator(comm)
+    communicator = checked_communicator(comm)
 
     from mpiddp.engine import Engine
 
     threaded = _progress_thread_wanted()
     _check_thread_level(threaded)
     own = communicator.Dup()
-    topology = _find_topology(own)
+    topology = find_topology(own)
     environment = {
         name: value for name, value in topology.as_environment().items() if name not in os.environ
     }
@@ -146,20 +172,20 @@ def init_process_group(
         os.getpid(),
     )
     try:
-        dist.init_process_group(
-            BACKEND,
-            store=_shared_store(own, topology, timeout),
-            rank=topology.rank,
-            world_size=topology.world_size,
-            timeout=timeout,
-        )
+        start(own, topology)
     except BaseException:
         _leave_world()
         raise
+    _world.started = True
     # After torch, whose own hook only adds the rank to the traceback.
     _world.excepthook = sys.excepthook
     sys.excepthook = _abort_on_exception
     atexit.register(_stop_at_exit)
+
+
+def is_starting() -> bool:
+    """Return whether `begin_world` is at work. Not collective."""
+    return _world is not None and not _world.started
 
 
 def destroy_process_group() -> None:
@@ -197,8 +223,8 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
 
     if _world is None:
         raise RuntimeError(
-            "start with mpiddp.init_process_group() instead of torch.distributed."
-            'init_process_group("mpiddp"): it needs no address and finds the ranks through MPI'
+            "a group of mpiddp needs a world of mpiddp: start with mpiddp.init_process_group() "
+            'or torch.distributed.init_process_group("mpiddp")'
         )
     world = _world.communicator
     ranks = list(options.global_ranks_in_group)
@@ -213,7 +239,11 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
     return made
 
 
-def _checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
+def checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
+    """Initialise MPI if nobody has, and return `comm`, or COMM_WORLD for None.
+
+    Collective where MPI is not initialised. Raises what `init_process_group` raises.
+    """
     from mpi4py import MPI
 
     check_loaded_library()
@@ -285,7 +315,8 @@ def _refuse_separate_worlds(world_size: int) -> None:
     )
 
 
-def _find_topology(communicator: MPI.Intracomm) -> Topology:
+def find_topology(communicator: MPI.Intracomm) -> Topology:
+    """Return where this process stands among ranks and nodes. Collective over `communicator`."""
     from mpi4py import MPI
 
     rank = communicator.Get_rank()
@@ -305,7 +336,7 @@ def _find_topology(communicator: MPI.Intracomm) -> Topology:
         node.Free()
 
 
-def _shared_store(communicator: MPI.Intracomm, topology: Topology, timeout: timedelta) -> Store:
+def shared_store(communicator: MPI.Intracomm, topology: Topology, timeout: timedelta) -> Store:
     """Return a store that all ranks share; rank 0 serves it on a free port.
 
     mpiddp itself never uses it, torch.distributed does for groups of other backends: where the
@@ -349,8 +380,9 @@ def _leave_world() -> None:
     atexit.unregister(_stop_at_exit)
     world.engine.stop()
     world.communicator.Free()
-    for name in world.environment:
-        os.environ.pop(name, None)
+    for name, value in world.environment.items():
+        if os.environ.get(name) == value:  # else it is the user's by now
+            del os.environ[name]
 
 
 def _abort_on_exception(
