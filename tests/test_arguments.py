@@ -422,12 +422,6 @@ for call, pattern in (
     (lambda: mpiddp.DistributedDataParallel(torch.nn.Linear(2, 2)), "init_process_group"),
     (mpiddp.get_topology, "init_process_group"),
     (mpiddp.destroy_process_group, "init_process_group"),
-    (
-        lambda: dist.init_process_group(
-            "mpiddp", store=dist.HashStore(), rank=world.rank, world_size=world.size
-        ),
-        r"mpiddp\.init_process_group\(\)",
-    ),
 ):
     try:
         call()

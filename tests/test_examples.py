@@ -53,7 +53,7 @@ def test_train_reaches_98_percent() -> None:
     assert float(accuracy[1]) >= 98
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_train_resumes_with_the_same_bits(tmp_path: Path) -> None:
     # On three ranks: the sum of two numbers is the same in any order, that of three is not.
@@ -127,7 +127,7 @@ def test_lm_learns(n: int, steps: int) -> None:
     assert after < before - 1
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_lm_saves_what_a_plain_model_loads(tmp_path: Path) -> None:
     saved, prefixed = tmp_path / "lm.pt", tmp_path / "prefixed.pt"

@@ -121,7 +121,7 @@ def test_waits_for_ever():
     assert launched.status == 1
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_hang_is_ended_by_the_time_limit_of_the_job(tmp_path):
     pids = tmp_path / "pids"
     pids.mkdir()

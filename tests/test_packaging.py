@@ -111,7 +111,7 @@ def mpicc() -> str:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.once
+@pytest.mark.slow
 def test_build_in_isolation(source: Path, tmp_path: Path) -> None:
     """`pip install .` as on a cluster: the compiler from $MPICC, the tools from pip."""
     target = tmp_path / "target"

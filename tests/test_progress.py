@@ -114,6 +114,7 @@ class Run:
         assert len({str(step) for step in self.digests}) == len(self.digests) == 16
 
 
+@pytest.mark.once
 @pytest.mark.timeout(300)
 def test_same_bits_with_and_without_the_thread_and_from_run_to_run(tmp_path):
     first, again, off = (
@@ -133,6 +134,7 @@ def test_same_bits_with_and_without_the_thread_and_from_run_to_run(tmp_path):
     assert max(report["in_hooks"] for report in off.reports) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_same_bits_in_shared_memory(tmp_path):
     first, thread = (
@@ -148,7 +150,8 @@ def test_same_bits_in_shared_memory(tmp_path):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("ranks", [8, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [8, 16])
+@pytest.mark.slow
 def test_more_ranks_than_cores(tmp_path, ranks):
     for transport in ("shared",) if ranks == 8 else ("mpi", "shared"):
         assert Run(tmp_path / transport, ranks, "1", transport, timeout=140).digests

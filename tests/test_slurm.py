@@ -147,6 +147,7 @@ def bring_up(slurm: Slurm) -> None:
         raise
 
 
+@pytest.mark.once
 def test_a_job_is_requeued_and_a_second_one_resumes(slurm: Slurm) -> None:
     first = slurm.submit()
     slurm.wait_for_line("epoch 2:", first)
