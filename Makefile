@@ -50,7 +50,7 @@ endif
 help:
 	@echo 'make train    train examples/train.py on $$NP ranks (ARGS="--epochs 1" for its options)'
 	@echo 'make test     run the tests (ARGS="-n 2 tests/test_launch.py" for a part of them)'
-	@echo 'make test-all run the slow tests as well (16 ranks, half a minute each)'
+	@echo 'make test-all run the slow tests as well (16 ranks and other long ones)'
 	@echo 'make lint     check the code with ruff, mypy and cython-lint'
 	@echo 'make build    compile and install mpiddp into the environment'
 	@echo 'make bench    measure beside the alternatives (about 10 minutes, on a machine at rest)'
