@@ -3,9 +3,8 @@
 The reducer sees each gradient as autograd makes it, copies it into its bucket,
 hands full buckets to the engine strictly by index, and at the end of backward
 waits and writes the means. It knows no MPI: small collectives that are not
-gradients go through the process group. It stands where torch's C++
-`torch._C._distributed_c10d.Reducer` stands in torch's wrapper and answers to the
-same names.
+gradients go through the process group. In torch's wrapper it stands for torch's
+C++ Reducer, with wrapper_reducer.py on top.
 
 Note [End of backward]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -27,9 +26,8 @@ gradient is reported all the same, by every rank together at the next forward
 
 Note [Skipped buckets]
 ~~~~~~~~~~~~~~~~~~~~~~
-With `skip_unused`, buckets whose parameters no rank used in the first reduction are never
-launched again: all ranks learn that from the same flags, so they skip the same ones, and a
-parameter that is used after all raises an error where torch's class would hang.
+With `skip_unused`, buckets that no rank used in the first reduction are never launched again: the
+same flags tell all ranks. Using one later is an error, where torch's class would hang.
 """
 
 from cpython.object cimport PyObject
