@@ -410,5 +410,5 @@ def test_what_is_not_offered_says_so() -> None:
         lambda: dist.reduce(torch.ones(1), 0),
         lambda: dist.all_to_all_single(torch.ones(size()), torch.ones(size())),
     ):
-        with pytest.raises((RuntimeError, NotImplementedError)):  # torch raises either for what is not served
+        with pytest.raises((RuntimeError, NotImplementedError)):  # torch raises either
             call()
