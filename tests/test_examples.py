@@ -118,7 +118,7 @@ def test_train_evaluates_synchronises_and_notices_a_replica_that_differs() -> No
     assert re.search("rank (0 differs from ranks .1.|1 differs from ranks .0, 2.|2 d)", done.stderr)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("n", "steps"), [(3, 30), pytest.param(16, 10, marks=pytest.mark.slow)])
 def test_lm_learns(n: int, steps: int) -> None:

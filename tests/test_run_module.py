@@ -112,7 +112,7 @@ def test_same_losses_as_under_torchrun(tmp_path: Path, torchrun: dict[int, dict[
     assert snapshot.exists()
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_what_is_kept(tmp_path: Path, torchrun: dict[int, dict[str, Any]]) -> None:
     """Nothing is replaced, so MPI does only what torchrun would do."""
     done = launch(
@@ -163,7 +163,7 @@ def test_as_python_itself_runs_it(tmp_path: Path, kind: str) -> None:
     assert ours.returncode == (kind == "script")
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_code_and_what_cannot_be_run(tmp_path: Path) -> None:
     code = "import sys; print(sys.argv, sys.path[0] == '', __name__); sys.exit(259)"
     done = start("-m", "mpiddp", "-c", code, "-x", "y")
