@@ -91,8 +91,10 @@ def as_one(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 def divide(total: torch.Tensor, divisor: int) -> None:
     """Divide in place; integers towards zero."""
-    if total.dtype.is_floating_point or total.dtype.is_complex:
+    if total.dtype.is_floating_point:
         total.div_(divisor)
+    elif total.dtype.is_complex:
+        torch.view_as_real(total).div_(divisor)  # torch multiplies complex numbers by 1/divisor
     elif total.dtype.is_signed or total.dtype is torch.uint8:
         total.div_(divisor, rounding_mode="trunc")
     else:

@@ -6,7 +6,7 @@ Each scenario runs on our backend and on Gloo in the same processes, and ends wi
 import copy
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ GRID = (SIZE, 1) if SIZE % 2 else (2, SIZE // 2)
 
 def two_meshes(shape: tuple[int, ...], *names: str) -> tuple[DeviceMesh, DeviceMesh]:
     """Return a mesh of groups of ours, and one of groups of Gloo. Collective."""
-    gloo: dict[int | str, Any] = {dimension: "gloo" for dimension in range(len(shape))}
+    gloo: dict[int | str, Any] = dict.fromkeys(range(len(shape)), "gloo")
     ours = init_device_mesh("cpu", shape, mesh_dim_names=names or None)
     theirs = init_device_mesh("cpu", shape, mesh_dim_names=names or None, backend_override=gloo)
     for dimension in range(len(shape)):
@@ -274,7 +274,7 @@ class Block(nn.Module):
 
 
 class TestTensorParallel:
-    PLANS = {
+    PLANS: ClassVar[dict[str, Any]] = {
         "columns and rows": lambda: {"up": ColwiseParallel(), "down": RowwiseParallel()},
         "sequence": lambda: {
             "norm": SequenceParallel(),
@@ -319,9 +319,7 @@ class TestTensorParallel:
         pair = []
         for mesh in grids:
             torch.manual_seed(5)
-            model = parallelize_module(
-                Block(), mesh["columns"], self.PLANS["columns and rows"]()
-            )
+            model = parallelize_module(Block(), mesh["columns"], self.PLANS["columns and rows"]())
             pair.append(fully_shard(model, mesh=mesh["rows"]))
         row = grids[0].get_local_rank("rows")
         compare_training(pair, lambda: torch.randn(GRID[0], 2, 6)[row], clip=False)
