@@ -7,7 +7,12 @@ import torch.distributed.checkpoint as dcp
 from models import loss_of, mlp
 from replicas import RANK, SIZE, all_bits, assert_same_bits, gather, together
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -104,7 +109,8 @@ def test_sharded_model(how, mpi_tmp_path, gloo):
     if how == "waiting":
         dcp.save(model.state_dict(), checkpoint_id=path)
     else:
-        saving = dcp.async_save(model.state_dict(), checkpoint_id=path)
+        own = dist.new_group()
+        saving = dcp.async_save(model.state_dict(), checkpoint_id=path, process_group=own)
         # Collectives go on meanwhile; the parameters that were saved are those of before.
         for _ in range(20):
             dist.all_reduce(torch.ones(100))
@@ -112,6 +118,7 @@ def test_sharded_model(how, mpi_tmp_path, gloo):
             for parameter in model.parameters():
                 parameter.zero_()
         saving.result()
+        dist.destroy_process_group(own)
     dist.barrier()
     for mesh in (ours, theirs):
         again = sharded(mesh, 2)
@@ -122,6 +129,22 @@ def test_sharded_model(how, mpi_tmp_path, gloo):
             assert loaded.keys() == expected.keys()
             for name, tensor in expected.items():
                 assert torch.equal(loaded[name], tensor), name
+
+
+def test_full_state_of_one_rank():
+    """Rank 0 alone has the state; the others get their shards from it."""
+    mesh = init_device_mesh("cpu", (SIZE,))
+    model = sharded(mesh, 1)
+    expected = {name: part.full_tensor() for name, part in model.state_dict().items()}
+    again = sharded(mesh, 2)
+    set_model_state_dict(
+        again,
+        dict(expected) if RANK == 0 else {},  # torch changes it
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    )
+    loaded = {name: part.full_tensor() for name, part in again.state_dict().items()}
+    with together():
+        assert all_bits(loaded.items()) == all_bits(expected.items())
 
 
 @pytest.mark.mpi(min_size=2)
