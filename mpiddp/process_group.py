@@ -105,6 +105,15 @@ class ProcessGroup(dist.ProcessGroup):
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Where tensors of this group may be; torch.distributed.checkpoint asks for a CPU."""
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> ProcessGroup:
+        """Return what serves tensors on a device: no group of another backend beside this one."""
+        return self
+
     def get_group_store(self) -> Store | None:
         """Return the store that this group was made with. Not collective."""
         return self._store

@@ -6,7 +6,7 @@ Each scenario runs on our backend and on Gloo in the same processes, and ends wi
 import copy
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -273,26 +273,25 @@ class Block(nn.Module):
         return x + self.down(self.up(self.norm(x)).relu())
 
 
-class TestTensorParallel:
-    PLANS: ClassVar[dict[str, Any]] = {
-        "columns and rows": lambda: {"up": ColwiseParallel(), "down": RowwiseParallel()},
-        "sequence": lambda: {
-            "norm": SequenceParallel(),
-            "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(output_layouts=Shard(1)),
-            "": PrepareModuleInput(
-                input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True
-            ),
-        },
-    }
+PLANS = {
+    "columns and rows": lambda: {"up": ColwiseParallel(), "down": RowwiseParallel()},
+    "sequence": lambda: {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+        "": PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True
+        ),
+    },
+}
 
+
+class TestTensorParallel:
     @pytest.mark.parametrize("plan", PLANS)
     def test_training(self, plan, lines):
         torch.manual_seed(5)
         alone = Block()
-        pair = [
-            parallelize_module(copy.deepcopy(alone), mesh, self.PLANS[plan]()) for mesh in lines
-        ]
+        pair = [parallelize_module(copy.deepcopy(alone), mesh, PLANS[plan]()) for mesh in lines]
         for _ in range(2):
             x = torch.randn(2, 3 * SIZE, 6)
             own = x.chunk(SIZE, 1)[RANK] if plan == "sequence" else x
@@ -319,7 +318,7 @@ class TestTensorParallel:
         pair = []
         for mesh in grids:
             torch.manual_seed(5)
-            model = parallelize_module(Block(), mesh["columns"], self.PLANS["columns and rows"]())
+            model = parallelize_module(Block(), mesh["columns"], PLANS["columns and rows"]())
             pair.append(fully_shard(model, mesh=mesh["rows"]))
         row = grids[0].get_local_rank("rows")
         compare_training(pair, lambda: torch.randn(GRID[0], 2, 6)[row], clip=False)
