@@ -31,7 +31,7 @@ def broadcast(group: ProcessGroup, tensors: Sequence[torch.Tensor], root: int) -
             group.communicator.Ibcast(datatypes.buffer_of(piece), root=root), "MPI_Ibcast", piece
         )
         for tensor in sent
-        for piece in messages.pieces(tensors_around_mpi.bytes_of(tensor))
+        for piece in messages.byte_pieces(tensor)
     ]
     for dense, tensor in zip(sent, tensors, strict=True):
         tensors_around_mpi.write_back(dense, tensor)

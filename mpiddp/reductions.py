@@ -181,8 +181,9 @@ def all_reduce_sparse(group: ProcessGroup, tensor: torch.Tensor, opts: Any) -> N
 
 def _contribution(tensor: torch.Tensor, how: Reduction, op: dist.ReduceOp) -> torch.Tensor:
     """Return what this rank gives to a reduction: its own memory, where that will do."""
-    given = tensors_around_mpi.dense(tensor).detach()
-    contribution = given.to(how.dtype)
+    contribution = tensors_around_mpi.dense(tensor)
+    if contribution.dtype != how.dtype or contribution.requires_grad:
+        contribution = contribution.detach().to(how.dtype)
     if getattr(op, "op", op) == _PREMUL_SUM:
         if contribution.data_ptr() == tensor.data_ptr():
             contribution = contribution.clone()
@@ -193,7 +194,8 @@ def _contribution(tensor: torch.Tensor, how: Reduction, op: dist.ReduceOp) -> to
 def _target(tensor: torch.Tensor, how: Reduction) -> torch.Tensor:
     """Return where a result for `tensor` may land: its own memory, where that will do."""
     if tensor.dtype == how.dtype:
-        return tensors_around_mpi.dense(tensor).detach()
+        total = tensors_around_mpi.dense(tensor)
+        return total.detach() if total.requires_grad else total
     return torch.empty(tensor.shape, dtype=how.dtype)
 
 
