@@ -46,11 +46,19 @@ from mpiddp.system cimport (
     pthread_mutex_init,
     pthread_mutex_lock,
     pthread_mutex_unlock,
+    sched_yield,
+    sleep_for,
 )
-from mpiddp.waiting cimport SPIN, give_way
+from mpiddp.waiting cimport SPIN, sleep_after
 
 
 cdef double SIGNAL_CHECK = 0.1
+
+# A collective may need hundreds of MPI_Test, one for each segment that goes on its way (MPI_Ireduce
+# in Open MPI does), and which of them helped cannot be seen. So a caller with nothing else to do
+# yields for longer than the engine before it sleeps, and after each sleep tests for a while.
+cdef double YIELD = 20e-3
+cdef double AWAKE = 100e-6
 
 
 cdef Advance advance(Transport *transport, Work *work, int helping) noexcept nogil:
@@ -75,7 +83,7 @@ cdef void finished(Transport *transport) noexcept nogil:
 cdef int drive(RequestState *state, Engine engine, double idle_since, double until) noexcept nogil:
     """Test a request until it has ended; return 0 if `until` passed before."""
     cdef int finished = 0
-    cdef double time
+    cdef double time, slept = 0.0
     while True:
         state.code = MPI_Test(&state.request, &finished, &state.status)
         if finished or state.code != MPI_SUCCESS:
@@ -86,7 +94,13 @@ cdef int drive(RequestState *state, Engine engine, double idle_since, double unt
             idle_since = time
         if time > until:
             return 0
-        give_way(time - idle_since)
+        if time - idle_since < SPIN:
+            continue
+        if time - idle_since < YIELD or time - slept < AWAKE:
+            sched_yield()
+        else:
+            sleep_for(sleep_after(time - idle_since))
+            slept = now()
 
 
 cdef class Requests:

@@ -31,7 +31,7 @@ def broadcast(group: ProcessGroup, tensors: Sequence[torch.Tensor], root: int) -
             group.communicator.Ibcast(datatypes.buffer_of(piece), root=root), "MPI_Ibcast", piece
         )
         for tensor in sent
-        for piece in messages.pieces(tensors_around_mpi.bytes_of(tensor))
+        for piece in messages.byte_pieces(tensor)
     ]
     for dense, tensor in zip(sent, tensors, strict=True):
         tensors_around_mpi.write_back(dense, tensor)
@@ -58,12 +58,13 @@ def all_gather(group: ProcessGroup, outputs: Lists, inputs: Sequence[torch.Tenso
                 f"that size and dtype for rank {group.rank()}, not {own.numel()} of {own.dtype}"
             )
         source = tensors_around_mpi.dense(tensor)
-        flat = room_for(output)
+        waited, flat = _iallgather_list(group, source, output)
         gathered.append(flat)
-        pending += _iallgather(group, source, flat, sizes_in_bytes(output))
+        pending += waited
     yield pending
     for output, flat in zip(outputs, gathered, strict=True):
-        unpack(flat, output)
+        if flat is not None:
+            unpack(flat, output)
     return lambda: [_stacked(output) for output in outputs]
 
 
@@ -261,3 +262,34 @@ def _iallgather(
         return [group.pending(request, "MPI_Iallgather", source, target)]
     request = group.communicator.Iallgatherv(buffer, _spec(target, sizes))
     return [group.pending(request, "MPI_Iallgatherv", source, target)]
+
+
+def _iallgather_list(
+    group: ProcessGroup, source: torch.Tensor, output: Sequence[torch.Tensor]
+) -> tuple[list[Pending], torch.Tensor | None]:
+    """Gather into a list of tensors; the second result is memory that must be unpacked, if any.
+
+    A copy of all parts would take as long as their transfer. So MPI gets one address, the lowest,
+    and writes each part at its distance from there, where distances are what it can express.
+    """
+    sizes = sizes_in_bytes(output)
+    if sum(sizes) > messages.LARGEST_COUNT:
+        flat = room_for(output)
+        return _iallgather(group, source, flat, sizes), flat
+    target: torch.Tensor | None = None
+    addresses = [part.data_ptr() for part, size in zip(output, sizes, strict=True) if size]
+    base, end = min(addresses, default=0), max(addresses, default=0)
+    if end - base <= messages.LARGEST_COUNT and all(
+        tensors_around_mpi.dense(part) is part for part in output
+    ):
+        # A part without elements has no address.
+        places = [max(part.data_ptr() - base, 0) for part in output]
+        span = end - base + max(sizes, default=0)
+        spec = [MPI.buffer.fromaddress(base, span), sizes, places, MPI.BYTE]
+        if source.data_ptr() == output[group.rank()].data_ptr():
+            source = source.clone()  # MPI must not write what it reads
+    else:
+        target = room_for(output)
+        spec = _spec(target, sizes)
+    request = group.communicator.Iallgatherv(datatypes.buffer_of(source), spec)
+    return [group.pending(request, "MPI_Iallgatherv", source, target, output)], target

@@ -6,7 +6,8 @@ mpi4py would take a torch bfloat16 tensor as raw bytes, and MPI would add the by
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -92,7 +93,11 @@ def reduction(dtype: torch.dtype, op: dist.ReduceOp) -> Reduction:
     Raises:
         TypeError: MPI has no such reduction; the message names dtype and operation.
     """
-    kind = getattr(op, "op", op)
+    return _reduction(dtype, getattr(op, "op", op))
+
+
+@functools.cache  # every all-reduce asks, and asking enums of torch takes microseconds
+def _reduction(dtype: torch.dtype, kind: Any) -> Reduction:
     sum_dtype = _SUM_DTYPES.get(dtype, dtype)
     if dtype in _NARROW_INTEGERS and kind in _ADDING:
         sum_dtype = torch.int32

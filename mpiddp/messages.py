@@ -35,6 +35,14 @@ def pieces(flat: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from torch.split(flat.detach().view(-1), LARGEST_COUNT)
 
 
+def byte_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a contiguous tensor, or views of its bytes if it has too many. Not collective."""
+    if tensor.nbytes <= LARGEST_COUNT:
+        yield tensor  # a view would take microseconds
+    else:
+        yield from pieces(tensors_around_mpi.bytes_of(tensor))
+
+
 def send(group: ProcessGroup, tensors: list[torch.Tensor], to: int, tag: int) -> Operation:
     """Send tensors to one rank. Not collective."""
     tag = _checked(group, to, tag)
@@ -77,7 +85,7 @@ def send_bytes(group: ProcessGroup, source: torch.Tensor, to: int, tag: int) -> 
             "MPI_Isend",
             piece,
         )
-        for piece in pieces(tensors_around_mpi.bytes_of(source))
+        for piece in byte_pieces(source)
     ]
 
 
@@ -91,7 +99,7 @@ def receive_bytes(
             "MPI_Irecv",
             piece,
         )
-        for piece in pieces(tensors_around_mpi.bytes_of(target))
+        for piece in byte_pieces(target)
     ]
 
 
@@ -118,7 +126,11 @@ def exchange(
             waited += send_bytes(group, source, rank, tag)
     source, target = outgoing[own], incoming[own]
     if source is not None and target is not None:
-        tensors_around_mpi.bytes_of(target).copy_(tensors_around_mpi.bytes_of(source))
+        if source.dtype == target.dtype and source.shape == target.shape:
+            with torch.no_grad():
+                target.copy_(source)
+        else:
+            tensors_around_mpi.bytes_of(target).copy_(tensors_around_mpi.bytes_of(source))
     return waited
 
 
