@@ -26,6 +26,20 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().resolve_conj().resolve_neg()
 
 
+def apart(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return `source`, or a copy if it overlaps what MPI is to write (MPI-4.0, section 6.1).
+
+    torch's callers may give a part of the output as the input, as NCCL allows: FSDP does.
+    """
+    begin = source.data_ptr()
+    end = begin + source.numel() * source.element_size()
+    for target in targets:
+        first = target.data_ptr()
+        if begin < first + target.numel() * target.element_size() and first < end:
+            return source.clone()
+    return source
+
+
 def write_back(dense: torch.Tensor, tensor: torch.Tensor) -> None:
     """Copy `dense` to `tensor` unless both are the same memory."""
     if dense.data_ptr() != tensor.data_ptr():
