@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -34,6 +34,8 @@ from mpiddp import datatypes, tensors_around_mpi
 from mpiddp.abort import abort_job
 from mpiddp.compilation import run_as_it_is
 from mpiddp.engine import Channel, Engine
+from mpiddp.operation import Operation, operation
+from mpiddp.roll_call import RollCall
 from mpiddp.state_broadcast import StateBroadcast
 from mpiddp.transport import open_channel
 
@@ -84,6 +86,10 @@ class ProcessGroup(dist.ProcessGroup):
         self._leased: set[int] = set()
         self._state_broadcast: StateBroadcast | None = None
         self._name = ""
+        # How many collectives this rank has entered, and the last: for those who miss it.
+        self.entered = 0
+        self.last: Operation | None = None
+        self.roll_call: RollCall | None = None
         communicator.Set_name("mpiddp")
 
     # What torch.distributed asks about the group.
@@ -145,6 +151,7 @@ class ProcessGroup(dist.ProcessGroup):
         """
         for tensor in tensors:
             dense = self._dense(tensor)
+            self._enter("broadcast", f"root {opts.rootRank}", [dense])
             request = self.communicator.Ibcast(datatypes.buffer_of(dense), root=opts.rootRank)
             self.wait_for(request, "broadcast", opts, dense)
             tensors_around_mpi.write_back(dense, tensor)
@@ -204,6 +211,7 @@ class ProcessGroup(dist.ProcessGroup):
             source = self._dense(tensor)
             counts = [part.numel() * part.element_size() for part in output]
             flat = torch.empty(sum(counts), dtype=torch.uint8)
+            self._enter("all_gather", "", [source])
             request = self.communicator.Iallgatherv(
                 datatypes.buffer_of(source),
                 [datatypes.buffer_of(flat)[0], counts, None, MPI.BYTE],
@@ -231,6 +239,7 @@ class ProcessGroup(dist.ProcessGroup):
             )
         if target.dtype != source.dtype:
             raise ValueError(f"all_gather of {source.dtype} into an output of {target.dtype}")
+        self._enter("all_gather_into_tensor", "", [source])
         request = self.communicator.Iallgather(
             datatypes.buffer_of(source), datatypes.buffer_of(target)[0]
         )
@@ -268,6 +277,7 @@ class ProcessGroup(dist.ProcessGroup):
             source = self._dense(tensor)
             parts = outputs[index] if self.rank() == root else []
             target, flat = self._pieces("gather", parts, root)
+            self._enter("gather", f"root {root}", [source])
             request = self.communicator.Igatherv(datatypes.buffer_of(source), target, root=root)
             self.wait_for(request, "gather", opts, source, flat)
             tensors_around_mpi.unpack(flat, parts)
@@ -295,6 +305,7 @@ class ProcessGroup(dist.ProcessGroup):
                 flat.copy_(
                     torch.cat([tensors_around_mpi.bytes_of(self._dense(part)) for part in parts])
                 )
+            self._enter("scatter", f"root {root}", [target])
             request = self.communicator.Iscatterv(source, datatypes.buffer_of(target), root=root)
             self.wait_for(request, "scatter", opts, target, flat)
             tensors_around_mpi.write_back(target, tensor)
@@ -302,6 +313,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:
         """Wait until all ranks are here. Collective."""
+        self._enter("barrier", "", [])
         self.wait_for(self.communicator.Ibarrier(), "barrier", opts)
         return _completed([])
 
@@ -321,6 +333,7 @@ class ProcessGroup(dist.ProcessGroup):
         """
         if self._state_broadcast is None:
             self._state_broadcast = StateBroadcast(self, self.communicator)
+        self._enter("broadcast of parameters or buffers", "", tensors)
         return self._state_broadcast(tensors)
 
     # Queues for gradients.
@@ -379,6 +392,11 @@ class ProcessGroup(dist.ProcessGroup):
         flat = torch.empty(sum(counts), dtype=torch.uint8)
         return [datatypes.buffer_of(flat)[0], counts, None, MPI.BYTE], flat
 
+    def _enter(self, name: str, detail: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Count a collective, before MPI hears of it."""
+        self.entered += 1
+        self.last = operation(name, detail, tensors)
+
     def _dense(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor` if MPI can use its memory as it is, else a contiguous copy."""
         if tensor.device.type != "cpu":
@@ -397,6 +415,7 @@ class ProcessGroup(dist.ProcessGroup):
         contribution = total.clone()
         if kind == _PREMUL_SUM:
             tensors_around_mpi.multiply(contribution, op)
+        self._enter("all_reduce", str(getattr(kind, "name", kind)), [tensor])
         request = self.communicator.Iallreduce(
             datatypes.buffer_of(contribution, how.datatype),
             datatypes.buffer_of(total, how.datatype),
@@ -461,10 +480,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     def timed_out(self, name: str, seconds: float) -> RuntimeError:
         """Return the error of a collective `name` that waited in vain. Not collective."""
+        missing = self.roll_call.explain(self) if self.roll_call is not None else "Who is missing?"
         return RuntimeError(
             f"rank {self.rank()} of {self.size()}: {name} on process group "
-            f"{self.group_name or 'world'!r} has waited {seconds:g} s for other ranks. Did "
-            f"all ranks call it, in the same order, and are they still alive?"
+            f"{self.group_name or 'world'!r} has waited {seconds:g} s for other ranks. {missing}."
         )
 
     def _limit(self, opts: Any) -> float:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from mpiddp.engine import Engine
     from mpiddp.process_group import ProcessGroup
+    from mpiddp.roll_call import RollCall
 
 BACKEND = "mpiddp"
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -81,6 +82,7 @@ class _World:
 
     communicator: MPI.Intracomm
     engine: Engine
+    roll_call: RollCall
     topology: Topology
     environment: dict[str, str]
     excepthook: Callable[..., Any]
@@ -153,6 +155,7 @@ def begin_world(
     communicator = checked_communicator(comm)
 
     from mpiddp.engine import Engine
+    from mpiddp.roll_call import RollCall
 
     threaded = _progress_thread_wanted()
     _check_thread_level(threaded)
@@ -165,6 +168,7 @@ def begin_world(
     _world = _World(
         own,
         Engine(threaded=threaded),
+        RollCall(own, threaded),
         topology,
         environment,
         sys.excepthook,
@@ -235,6 +239,8 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
     else:
         communicator = world.Dup()
     made = ProcessGroup(communicator, _world.engine, options.timeout, options.store)
+    made.roll_call = _world.roll_call
+    _world.roll_call.add(made, ranks or range(world.Get_size()))
     _world.groups.append(weakref.ref(made))
     return made
 
@@ -379,6 +385,7 @@ def _leave_world() -> None:
         sys.excepthook = world.excepthook_before
     atexit.unregister(_stop_at_exit)
     world.engine.stop()
+    world.roll_call.free()
     world.communicator.Free()
     for name, value in world.environment.items():
         if os.environ.get(name) == value:  # else it is the user's by now
@@ -408,6 +415,7 @@ def _stop_at_exit() -> None:
     if _world is None or _world.process_id != os.getpid():
         return
     _world.engine.stop()
+    _world.roll_call.stop()
     for reference in _world.groups:
         group = reference()
         if group is not None:
