@@ -10,7 +10,14 @@ from typing import TypeAlias
 
 import torch
 
-__all__ = ["Operation", "describe", "operation", "ranks_in_words"]
+__all__ = [
+    "Operation",
+    "describe",
+    "describe_call",
+    "describe_dtype",
+    "operation",
+    "ranks_in_words",
+]
 
 # The name as torch.distributed's function has it; what it does, such as "SUM" or "root 1"; dtype
 # and shape of the first tensor, and the number of tensors.
@@ -28,17 +35,34 @@ def operation(name: str, detail: str, tensors: Sequence[torch.Tensor]) -> Operat
 def describe(entered: Operation) -> str:
     """Return words such as "all_reduce(SUM) of float32 (3, 4)". Not collective."""
     name, detail, dtype, shape, count = entered
-    text = f"{name}({detail})" if detail else name
+    text = describe_call(name, detail)
     if dtype is not None:
-        text += f" of {str(dtype).removeprefix('torch.')} {tuple(shape)}"
+        text += f" of {describe_dtype(dtype)} {tuple(shape)}"
     if count > 1:
         text += f" and {count - 1} more"
     return text
 
 
-def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Return "rank 3", "ranks 2 and 5", or "ranks 0 to 3 and 7". Not collective."""
-    ordered = sorted(ranks)
+def describe_call(name: str, detail: str) -> str:
+    """Return words such as "all_reduce(SUM)". Not collective."""
+    return f"{name}({detail})" if detail else name
+
+
+def describe_dtype(dtype: torch.dtype) -> str:
+    """Return a name such as "float32". Not collective."""
+    return str(dtype).removeprefix("torch.")
+
+
+def ranks_in_words(world_ranks: Sequence[int], members: Iterable[int]) -> str:
+    """Return "rank 3" or "ranks 0 to 3 and 7"; "world rank 3" where the group is not all ranks.
+
+    Not collective.
+
+    Args:
+        world_ranks: the group's ranks' ranks in the world.
+        members: ranks in the group.
+    """
+    ordered = sorted(world_ranks[member] for member in members)
     runs: list[list[int]] = []
     for rank in ordered:
         if runs and rank == runs[-1][-1] + 1:
@@ -49,4 +73,5 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     for run in runs:
         parts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
     text = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-    return f"rank{'s' * (len(ordered) > 1)} {text}"
+    world = "" if list(world_ranks) == list(range(len(world_ranks))) else "world "
+    return f"{world}rank{'s' * (len(ordered) > 1)} {text}"

@@ -23,17 +23,20 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # stub l
     AllreduceOptions,
     BarrierOptions,
     BroadcastOptions,
+    DebugLevel,
     GatherOptions,
     ScatterOptions,
     Store,
     Work,
     _create_work_from_future,
+    get_debug_level,
 )
 
-from mpiddp import datatypes, tensors_around_mpi
+from mpiddp import agreement, datatypes, tensors_around_mpi
 from mpiddp.abort import abort_job
 from mpiddp.compilation import run_as_it_is
 from mpiddp.engine import Channel, Engine
+from mpiddp.monitored_barrier import MonitoredBarrier
 from mpiddp.operation import Operation, operation
 from mpiddp.roll_call import RollCall
 from mpiddp.state_broadcast import StateBroadcast
@@ -90,6 +93,11 @@ class ProcessGroup(dist.ProcessGroup):
         self.entered = 0
         self.last: Operation | None = None
         self.roll_call: RollCall | None = None
+        # Its ranks' ranks in the world.
+        self.world_ranks: tuple[int, ...] = tuple(range(self.size()))
+        self._monitored_barrier: MonitoredBarrier | None = None
+        # As torch wraps other backends: where the setting was made before the group.
+        self._checked = get_debug_level() == DebugLevel.DETAIL
         communicator.Set_name("mpiddp")
 
     # What torch.distributed asks about the group.
@@ -151,7 +159,7 @@ class ProcessGroup(dist.ProcessGroup):
         """
         for tensor in tensors:
             dense = self._dense(tensor)
-            self._enter("broadcast", f"root {opts.rootRank}", [dense])
+            self._enter("broadcast", f"root {opts.rootRank}", [tensor], opts)
             request = self.communicator.Ibcast(datatypes.buffer_of(dense), root=opts.rootRank)
             self.wait_for(request, "broadcast", opts, dense)
             tensors_around_mpi.write_back(dense, tensor)
@@ -211,7 +219,7 @@ class ProcessGroup(dist.ProcessGroup):
             source = self._dense(tensor)
             counts = [part.numel() * part.element_size() for part in output]
             flat = torch.empty(sum(counts), dtype=torch.uint8)
-            self._enter("all_gather", "", [source])
+            self._enter("all_gather", "", output, opts)
             request = self.communicator.Iallgatherv(
                 datatypes.buffer_of(source),
                 [datatypes.buffer_of(flat)[0], counts, None, MPI.BYTE],
@@ -239,7 +247,7 @@ class ProcessGroup(dist.ProcessGroup):
             )
         if target.dtype != source.dtype:
             raise ValueError(f"all_gather of {source.dtype} into an output of {target.dtype}")
-        self._enter("all_gather_into_tensor", "", [source])
+        self._enter("all_gather_single", "", [tensor], opts)
         request = self.communicator.Iallgather(
             datatypes.buffer_of(source), datatypes.buffer_of(target)[0]
         )
@@ -277,7 +285,14 @@ class ProcessGroup(dist.ProcessGroup):
             source = self._dense(tensor)
             parts = outputs[index] if self.rank() == root else []
             target, flat = self._pieces("gather", parts, root)
-            self._enter("gather", f"root {root}", [source])
+            self._enter(
+                "gather",
+                f"root {root}",
+                [tensor],
+                opts,
+                may_differ=True,
+                elements=(self._only(root, tensor), _sizes(parts, self.size())),
+            )
             request = self.communicator.Igatherv(datatypes.buffer_of(source), target, root=root)
             self.wait_for(request, "gather", opts, source, flat)
             tensors_around_mpi.unpack(flat, parts)
@@ -305,7 +320,14 @@ class ProcessGroup(dist.ProcessGroup):
                 flat.copy_(
                     torch.cat([tensors_around_mpi.bytes_of(self._dense(part)) for part in parts])
                 )
-            self._enter("scatter", f"root {root}", [target])
+            self._enter(
+                "scatter",
+                f"root {root}",
+                [tensor],
+                opts,
+                may_differ=True,
+                elements=(_sizes(parts, self.size()), self._only(root, tensor)),
+            )
             request = self.communicator.Iscatterv(source, datatypes.buffer_of(target), root=root)
             self.wait_for(request, "scatter", opts, target, flat)
             tensors_around_mpi.write_back(target, tensor)
@@ -313,9 +335,24 @@ class ProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:
         """Wait until all ranks are here. Collective."""
-        self._enter("barrier", "", [])
+        self._enter("barrier", "", [], opts)
         self.wait_for(self.communicator.Ibarrier(), "barrier", opts)
         return _completed([])
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait until all ranks are here, or name who is not, as dist.monitored_barrier does.
+
+        Collective.
+
+        Raises:
+            RuntimeError: a rank did not come within `timeout`, by default the group's.
+        """
+        self._enter("monitored_barrier", "", [], checked=False)
+        if self._monitored_barrier is None:
+            self._monitored_barrier = MonitoredBarrier(self)
+        self._monitored_barrier(self.timeout if timeout is None else timeout, wait_all_ranks)
 
     def allgather_objects(self, value: Result) -> list[Result]:
         """Return the picklable `value` of every rank, by rank. Collective."""
@@ -392,10 +429,24 @@ class ProcessGroup(dist.ProcessGroup):
         flat = torch.empty(sum(counts), dtype=torch.uint8)
         return [datatypes.buffer_of(flat)[0], counts, None, MPI.BYTE], flat
 
-    def _enter(self, name: str, detail: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Count a collective, before MPI hears of it."""
+    def _enter(
+        self,
+        name: str,
+        detail: str,
+        tensors: Sequence[torch.Tensor],
+        opts: Any = None,
+        may_differ: bool = False,
+        elements: tuple[Sequence[int], Sequence[int]] | None = None,
+        checked: bool = True,
+    ) -> None:
+        """Count a collective, before MPI hears of it, and see whether all ranks mean the same."""
         self.entered += 1
         self.last = operation(name, detail, tensors)
+        if checked and self._checked:
+            agreement.check(self, name, detail, tensors, opts, may_differ, elements)
+
+    def _only(self, rank: int, tensor: torch.Tensor) -> list[int]:
+        return [tensor.numel() if other == rank else 0 for other in range(self.size())]
 
     def _dense(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor` if MPI can use its memory as it is, else a contiguous copy."""
@@ -415,7 +466,7 @@ class ProcessGroup(dist.ProcessGroup):
         contribution = total.clone()
         if kind == _PREMUL_SUM:
             tensors_around_mpi.multiply(contribution, op)
-        self._enter("all_reduce", str(getattr(kind, "name", kind)), [tensor])
+        self._enter("all_reduce", str(getattr(kind, "name", kind)), [tensor], opts)
         request = self.communicator.Iallreduce(
             datatypes.buffer_of(contribution, how.datatype),
             datatypes.buffer_of(total, how.datatype),
@@ -480,11 +531,20 @@ class ProcessGroup(dist.ProcessGroup):
 
     def timed_out(self, name: str, seconds: float) -> RuntimeError:
         """Return the error of a collective `name` that waited in vain. Not collective."""
-        missing = self.roll_call.explain(self) if self.roll_call is not None else "Who is missing?"
         return RuntimeError(
             f"rank {self.rank()} of {self.size()}: {name} on process group "
-            f"{self.group_name or 'world'!r} has waited {seconds:g} s for other ranks. {missing}."
+            f"{self.group_name or 'world'!r} has waited {seconds:g} s for other ranks. "
+            f"{self.explain_missing()}"
         )
+
+    def explain_missing(self) -> str:
+        """Return which ranks keep the last collective waiting; it may take seconds.
+
+        Not collective.
+        """
+        if self.roll_call is None:
+            return "Did all ranks call it, in the same order, and are they still alive?"
+        return f"{self.roll_call.explain(self)}."
 
     def _limit(self, opts: Any) -> float:
         """Return the time limit in seconds: the call's own, or the group's."""
@@ -500,3 +560,7 @@ def _completed(result: Iterable[Any]) -> Work:
     future.set_result(result)
     work: Work = _create_work_from_future(future)
     return work
+
+
+def _sizes(parts: Sequence[torch.Tensor], size: int) -> list[int]:
+    return [part.numel() for part in parts] or [0] * size

@@ -240,7 +240,8 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
         communicator = world.Dup()
     made = ProcessGroup(communicator, _world.engine, options.timeout, options.store)
     made.roll_call = _world.roll_call
-    _world.roll_call.add(made, ranks or range(world.Get_size()))
+    made.world_ranks = tuple(ranks or range(world.Get_size()))
+    _world.roll_call.add(made)
     _world.groups.append(weakref.ref(made))
     return made
 

@@ -60,21 +60,6 @@ class _Answer:
     last: str
 
 
-@dataclass(frozen=True)
-class _Member:
-    """A group that this process is in."""
-
-    group: weakref.ref[ProcessGroup]
-    world_ranks: Sequence[int]
-
-    def digest(self) -> bytes:
-        """Return what its members call it among themselves."""
-        group = self.group()
-        name = "" if group is None else group.group_name
-        text = f"{name}\n{','.join(map(str, self.world_ranks))}"
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
 class RollCall:
     """Asks and answers for one process.
 
@@ -87,7 +72,7 @@ class RollCall:
     """
 
     def __init__(self, communicator: MPI.Intracomm, threaded: bool) -> None:
-        self._members: list[_Member] = []
+        self._groups: list[weakref.ref[ProcessGroup]] = []
         self._asking = threading.Lock()
         self._numbers = itertools.count(1)
         self._ending = threading.Event()
@@ -111,16 +96,13 @@ class RollCall:
         )
         self._thread.start()
 
-    def add(self, group: ProcessGroup, world_ranks: Sequence[int]) -> None:
+    def add(self, group: ProcessGroup) -> None:
         """Answer for `group` from now on, as long as it lives. Not collective.
 
-        Args:
-            group: counts the collectives it enters in ``entered`` and describes the last in
-                ``last``.
-            world_ranks: its ranks' ranks in the world.
+        It counts the collectives it enters in ``entered`` and keeps the last in ``last``.
         """
-        self._members = [member for member in self._members if member.group() is not None]
-        self._members.append(_Member(weakref.ref(group), tuple(world_ranks)))
+        self._groups = [*(known for known in self._groups if known() is not None)]
+        self._groups.append(weakref.ref(group))
 
     def stop(self) -> None:
         """End the thread: from now on this process does not answer. Not collective."""
@@ -148,19 +130,17 @@ class RollCall:
             number: which of its collectives, counted from 1; None is the last one entered.
         """
         own = _Answer(group.entered, _last_of(group))
-        if number is None:
-            number = own.entered
-        member = next((one for one in self._members if one.group() is group), None)
-        if self._thread is None or member is None:
+        if self._thread is None:
             return f"Which ranks are missing cannot be told with {PROGRESS_THREAD_VARIABLE}=0"
-        answers = self._ask(member)
-        answers[member.world_ranks[group.rank()]] = own
-        return _in_words(member.world_ranks, answers, number, group.rank())
+        answers = self._ask(group)
+        answers[group.rank()] = own
+        wanted = own.entered if number is None else number
+        return _in_words(group.world_ranks, answers, wanted, group.rank())
 
     # Asking.
 
-    def _ask(self, member: _Member) -> dict[int, _Answer]:
-        """Return the answers of the group's other ranks that came in time, by rank in the world."""
+    def _ask(self, group: ProcessGroup) -> dict[int, _Answer]:
+        """Return the answers of the group's other ranks that came in time, by rank in the group."""
         answers: dict[int, _Answer] = {}
         communicator = self._communicator
         deadline = time.monotonic() + _PATIENCE
@@ -168,20 +148,21 @@ class RollCall:
             return answers
         try:
             number = next(self._numbers)
-            question = _QUESTION.pack(number, member.digest())
-            asked = set(member.world_ranks) - {communicator.Get_rank()}
-            for rank in sorted(asked):
-                self._send(question, rank, _QUESTION_TAG)
-            while asked - answers.keys() and time.monotonic() < deadline:
+            question = _QUESTION.pack(number, _digest(group))
+            asked = {world: rank for rank, world in enumerate(group.world_ranks)}
+            del asked[communicator.Get_rank()]
+            for world_rank in asked:
+                self._send(question, world_rank, _QUESTION_TAG)
+            while len(answers) < len(asked) and time.monotonic() < deadline:
                 received = self._receive(_ANSWER_TAG, deadline)
                 if received is None:
                     time.sleep(_NAP)
                     continue
-                rank, data = received
+                world_rank, data = received
                 answered, entered = _ANSWER.unpack_from(data)
                 if answered == number:
                     last = data[_ANSWER.size :].decode(errors="replace")
-                    answers[rank] = _Answer(entered, last)
+                    answers[asked[world_rank]] = _Answer(entered, last)
         except MPI.Exception:
             pass  # of a connection to a rank that is no more: it will be named as silent
         finally:
@@ -208,9 +189,9 @@ class RollCall:
         rank, data = received
         number, digest = _QUESTION.unpack(data)
         entered, last = _UNKNOWN_GROUP, ""
-        for member in self._members:
-            group = member.group()
-            if group is not None and member.digest() == digest:
+        for known in self._groups:
+            group = known()
+            if group is not None and _digest(group) == digest:
                 entered, last = group.entered, _last_of(group)
         text = last.encode()[: _MOST_BYTES - _ANSWER.size]
         self._send(_ANSWER.pack(number, entered) + text, rank, _ANSWER_TAG)
@@ -256,38 +237,47 @@ def _last_of(group: ProcessGroup) -> str:
     return "" if group.last is None else describe(group.last)
 
 
+def _digest(group: ProcessGroup) -> bytes:
+    """Return what the members of `group` call it among themselves."""
+    text = f"{group.group_name}\n{','.join(map(str, group.world_ranks))}"
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
 def _in_words(
     world_ranks: Sequence[int], answers: dict[int, _Answer], number: int, own: int
 ) -> str:
-    mine = world_ranks[own]
-    of = "" if list(world_ranks) == list(range(len(world_ranks))) else "world "
-    silent = [rank for rank in world_ranks if rank not in answers]
-    missing = [rank for rank, answer in answers.items() if answer.entered < number]
+    """Return what `explain` does, from the answers by rank in the group."""
+
+    def who(ranks: Sequence[int], one: str, several: str) -> str:
+        return f"{ranks_in_words(world_ranks, ranks)} {one if len(ranks) == 1 else several}"
+
     told: list[str] = []
+    missing = [rank for rank, answer in answers.items() if answer.entered < number]
     if missing:
-        verb = "has" if len(missing) == 1 else "have"
-        kinds: dict[str, list[int]] = {}
+        places: dict[str, list[int]] = {}
         for rank in missing:
-            kinds.setdefault(_where(answers[rank]), []).append(rank)
-        details = [f"{of}{ranks_in_words(ranks)} {where}" for where, ranks in kinds.items()]
-        if len(kinds) == 1:
-            details = list(kinds)
-        told.append(f"{of}{ranks_in_words(missing)} {verb} not called it ({_listed(details)})")
+            places.setdefault(_where(answers[rank]), []).append(rank)
+        details = list(places)
+        if len(places) > 1:
+            details = [
+                f"{ranks_in_words(world_ranks, ranks)} {place}" for place, ranks in places.items()
+            ]
+        told.append(f"{who(missing, 'has', 'have')} not called it ({_listed(details)})")
+    silent = [rank for rank in range(len(world_ranks)) if rank not in answers]
     if silent:
-        verb = "does" if len(silent) == 1 else "do"
-        told.append(
-            f"{of}{ranks_in_words(silent)} {verb} not answer (ended, or stuck outside Python)"
-        )
+        told.append(f"{who(silent, 'does', 'do')} not answer (ended, or stuck outside Python)")
     here = {rank: answer.last for rank, answer in answers.items() if answer.entered == number}
     others: dict[str, list[int]] = {}
     for rank, last in here.items():
-        if mine in here and last != here[mine]:
+        if last != here.get(own, last):
             others.setdefault(last, []).append(rank)
     if others:
-        differences = [
-            f"{of}{ranks_in_words(ranks)} called {last}" for last, ranks in others.items()
+        calls = [
+            f"{ranks_in_words(world_ranks, ranks)} called {last}" for last, ranks in others.items()
         ]
-        told.append(f"{_listed(differences)} where {of}rank {mine} called {here[mine]}")
+        told.append(
+            f"{_listed(calls)} where {ranks_in_words(world_ranks, [own])} called {here[own]}"
+        )
     if not told:
         return (
             "All ranks have called it, so a rank in it or the connection between them may have "
