@@ -73,7 +73,9 @@ class MonitoredBarrier:
         from mpi4py import MPI
 
         self._group = group
-        self._tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+        highest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+        assert isinstance(highest, int)
+        self._tag = highest
         self._numbers = itertools.count(1)
         # Answers to ranks that may never look for them.
         self._sent: list[Any] = []

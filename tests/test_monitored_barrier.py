@@ -1,4 +1,4 @@
-"""torch.distributed.monitored_barrier on groups of mpiddp: who is missing is named, as with Gloo."""
+"""torch.distributed.monitored_barrier on groups of mpiddp: it names who is missing."""
 
 import time
 from datetime import timedelta
@@ -101,7 +101,7 @@ def test_group_of_some_ranks() -> None:
 
 
 def test_arguments(part: Any) -> None:
-    with pytest.raises(TypeError, match="of type datetime.timedelta, got 5"):
+    with pytest.raises(TypeError, match=r"of type datetime\.timedelta, got 5"):
         dist.monitored_barrier(part, timeout=5)
     with pytest.warns(UserWarning, match="taken for seconds"):
         dist.monitored_barrier(part, timeout=20.0)
