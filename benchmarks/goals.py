@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping
 
-from measuring import Record, Samples, exposed, ratio, show_ratio, table
+from measuring import Record, Samples, exposed, quartiles, ratio, show_ratio, table
 from names import (
+    BARE,
     FLATTENED,
     GLOO,
+    GLOO_GROUP,
     LIMIT,
     LIMIT_ALONE,
     LIMIT_IN_PLACE,
@@ -36,6 +38,11 @@ OVER_THE_LIMIT = 1.2
 ONE_BUCKET = {64 << 10: 1 / 4, 1 << 20: 1 / 6, 25 << 20: 1 / 2, 100 << 20: 1 / 2}
 MEMORY = 1.05
 CONSTRUCTION = 1 / 2
+# A collective beside the bare MPI call: microseconds more, or from LARGE bytes on a ratio.
+COLLECTIVE_DIFFERENCE = 15.0
+COLLECTIVE_RATIO = 1.10
+COLLECTIVE_GLOO = 1.0
+LARGE = 1 << 20
 
 
 def _by_name(result: Record, views: bool) -> dict[str, Samples]:
@@ -78,6 +85,54 @@ def _exposed_rows(result: Record) -> Iterator[Row]:
         yield f"{title}, views off", GLOO, VIEWS_OFF, ratio(off[OURS], off[GLOO])
 
 
+def _beside_bare(record: Record) -> Row:
+    """Return how a collective compares with the bare MPI call, in ratios or microseconds."""
+    ours, bare = record["seconds"][OURS], record["seconds"][BARE]
+    title = f"{record['collective']}, {record['bytes']} bytes, {record['ranks']} ranks"
+    if record["bytes"] >= LARGE:
+        return title, "bare MPI call", COLLECTIVE_RATIO, ratio(ours, bare)
+    low, middle, high = quartiles([1e6 * (x - y) for x, y in zip(ours, bare, strict=True)])
+    return f"{title}, us", "less bare MPI call", COLLECTIVE_DIFFERENCE, (middle, low, high)
+
+
+def _beside_gloo(record: Record) -> Row:
+    title = f"{record['collective']}, {record['bytes']} bytes, {record['ranks']} ranks"
+    seconds = record["seconds"]
+    return title, GLOO_GROUP, COLLECTIVE_GLOO, ratio(seconds[OURS], seconds[GLOO_GROUP])
+
+
+def _collective_rows(records: list[Record]) -> Iterator[Row]:
+    """Yield for each collective and number of ranks the sizes that do worst."""
+    cells: dict[tuple[str, int], list[Record]] = {}
+    for record in records:
+        cells.setdefault((record["collective"], record["ranks"]), []).append(record)
+    for each in cells.values():
+        small = [_beside_bare(record) for record in each if record["bytes"] < LARGE]
+        large = [_beside_bare(record) for record in each if record["bytes"] >= LARGE]
+        for rows in (small, large, [_beside_gloo(record) for record in each]):
+            if rows:
+                yield max(rows, key=lambda row: row[3][0] if row[3] else 0.0)
+
+
+def collective_verdict(record: Record) -> str:
+    """Return which goals a collective misses, with a `?` where the spread does not say."""
+    missed = []
+    for name, row in (("bare", _beside_bare(record)), ("Gloo", _beside_gloo(record))):
+        verdict = _verdict(row)
+        if verdict in ("no", "within the spread"):
+            missed.append(name if verdict == "no" else f"{name}?")
+    return ", ".join(missed)
+
+
+def _verdict(row: Row) -> str:
+    _, _, goal, measured = row
+    if goal is None or measured is None:
+        return ""
+    middle, low, _ = measured
+    # The goal may lie within the spread: then this run does not say.
+    return "reached" if middle <= goal else "within the spread" if low <= goal else "no"
+
+
 def _rows(results: Record) -> Iterator[Row]:
     for result in results.get("exposed", ()):
         yield from _exposed_rows(result)
@@ -90,6 +145,7 @@ def _rows(results: Record) -> Iterator[Row]:
             yield title, f"best of MPI: {best}", goal, ratio(seconds[OURS], seconds[best])
         if LIMIT_IN_PLACE in seconds:
             yield title, LIMIT_IN_PLACE, None, ratio(seconds[OURS], seconds[LIMIT_IN_PLACE])
+    yield from _collective_rows(results.get("collectives", []))
     for result in results.get("construction", ()):
         for what, seconds in result["seconds"].items():
             title = f"{what}, {result['ranks']} ranks"
@@ -105,12 +161,8 @@ def _rows(results: Record) -> Iterator[Row]:
 def report(results: Record) -> str:
     """Return a table of all goals for which there are results."""
     rows = [["mpiddp's share (90 % of samples)", "of", "ratio", "goal", ""]]
-    for title, other, goal, measured in _rows(results):
+    for row in _rows(results):
+        title, other, goal, measured = row
         shown = show_ratio(measured)
-        verdict = ""
-        if goal is not None and measured is not None:
-            middle, low, _ = measured
-            # The goal may lie within the spread: then this run does not say.
-            verdict = "reached" if middle <= goal else "within the spread" if low <= goal else "no"
-        rows.append([title, other, shown, "" if goal is None else f"{goal:.2f}", verdict])
+        rows.append([title, other, shown, "" if goal is None else f"{goal:.2f}", _verdict(row)])
     return table(rows)

@@ -12,6 +12,11 @@ LIMIT = "the limit, after backward"
 LIMIT_ALONE = "the limit, alone"
 LIMIT_IN_PLACE = "the limit, in place"  # of one bucket
 
+# Of a collective; ours is mpiddp.
+GLOO_GROUP = "Gloo"
+BARE = "bare"
+BLOCKING = "blocking"
+
 # Of a training step, in the order of tables.
 NAMES = (
     OURS,

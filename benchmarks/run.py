@@ -1,6 +1,6 @@
 """Run the benchmarks one after another and keep their results.
 
-    python benchmarks/run.py [--quick] [--sixteen] [--output FOLDER]
+    python benchmarks/run.py [--quick] [--sixteen | --collectives] [--output FOLDER]
 
 Each part runs under its own mpirun and prints its table as it ends. At the end come the goals, the
 results as FOLDER/results.json, and the plots, if there is matplotlib.
@@ -41,8 +41,18 @@ class Part:
     limit: float
 
 
-def parts(quick: bool, sixteen: bool) -> list[Part]:
+def parts(quick: bool, sixteen: bool, collectives: bool) -> list[Part]:
     """Return what to run, in order."""
+    if collectives:
+        few = ["--sizes", 8, 32 << 10, 1 << 20, 16 << 20] if quick else []
+        seconds, rounds = (28, 5) if quick else (270, 15)
+        return [
+            *(
+                Part("collectives.py", ranks, ["--seconds", seconds, *few], 3 * seconds + 60)
+                for ranks in (2, 4)
+            ),
+            *(Part("overlap.py", ranks, ["--rounds", rounds], 120) for ranks in (2, 4)),
+        ]
     if sixteen:
         small = ["--models", *SHORT, "transformer", "convolutions, buffers off"]
         # Sixteen replicas of 200 MB: with more candidates they need more than 24 GB.
@@ -99,6 +109,9 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="about 2 minutes instead of 10")
     parser.add_argument("--sixteen", action="store_true", help="16 ranks, nothing else")
+    parser.add_argument(
+        "--collectives", action="store_true", help="torch.distributed's collectives, nothing else"
+    )
     parser.add_argument("--output", type=Path, default=Path("build/bench"), metavar="FOLDER")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
@@ -113,7 +126,7 @@ def main() -> int:
     results: dict[str, Any] = {}
     failed = 0
     with tempfile.TemporaryDirectory(prefix="mpiddp-bench-") as name:
-        for part in parts(args.quick, args.sixteen):
+        for part in parts(args.quick, args.sixteen, args.collectives):
             measured = run(part, Path(name))
             if measured is None:
                 failed += 1

@@ -54,6 +54,8 @@ cdef struct Transport:
     void (*announce)(Transport *transport, Work *work) noexcept nogil
     # `helping`: this rank has nothing else to do, so take over what others have not begun.
     Advance (*advance)(Transport *transport, Work *work, int helping) noexcept nogil
+    # Called when a work that was advanced is done; the work itself may be gone. May be NULL.
+    void (*finished)(Transport *transport) noexcept nogil
     # How to wait for other ranks: take a ticket, look, and if nothing has moved, sleep until
     # something has since the ticket was taken, or the time is over. NULL: by the clock only.
     unsigned int (*take_ticket)(Transport *transport) noexcept nogil

@@ -55,9 +55,9 @@ from mpiddp.system cimport (
     pthread_mutex_unlock,
     pthread_t,
     sched_yield,
-    sleep_for,
     store,
 )
+from mpiddp.waiting cimport YIELD, give_way, sleep_after
 
 
 # How long to nap and wait, in seconds; design.md has the measurements behind them.
@@ -65,11 +65,7 @@ cdef double NAP_SHORTEST = 50e-6
 cdef double NAP_LONGEST = 200e-6
 cdef double NAP_LIMIT = 1e-3
 cdef double NAPS_TO_WAKING = 100
-cdef double SPIN = 20e-6
 cdef double SPIN_BEFORE_SLEEP = 50e-6
-cdef double YIELD = 1e-3
-cdef double SLEEP_SHORTEST = 50e-6
-cdef double SLEEP_LONGEST = 1e-3
 cdef double SIGNAL_CHECK = 0.1
 
 
@@ -225,6 +221,8 @@ cdef int advance_works(EngineState *state, ChannelState *channel, int helping) n
             state.chunks += 1
             state.thread_chunks += state.on_thread
             store(&work.done, 1)
+            if transport.finished != NULL:
+                transport.finished(transport)
         else:
             previous = work
         advanced += status != ADVANCE_PENDING
@@ -294,25 +292,15 @@ cdef void *engine_thread(void *argument) noexcept nogil:
 cdef void relax(
     EngineState *state, Transport *transport, unsigned int ticket, double idle
 ) noexcept nogil:
-    """Give the core away the more readily, the longer nothing has happened.
-
-    A sleep is a sixteenth of the wait so far: that is the most that it can add to it. Where
-    other ranks wake this one, it sleeps as soon as spinning does not pay.
-    """
-    cdef double seconds = min(max(idle / 16, SLEEP_SHORTEST), SLEEP_LONGEST)
+    """Give the core away; where other ranks wake this one, as soon as spinning does not pay."""
     if transport.sleep != NULL and not state.pending:
         # No messages to move: another rank's bell is all that this one waits for.
         if transport.crowded or idle > SPIN_BEFORE_SLEEP:
             transport.sleep(transport, ticket, SIGNAL_CHECK)
-        return
-    if idle < SPIN:
-        return
-    if idle < YIELD:
-        sched_yield()
-    elif transport.sleep != NULL:
-        transport.sleep(transport, ticket, seconds)
+    elif transport.sleep != NULL and idle > YIELD:
+        transport.sleep(transport, ticket, sleep_after(idle))
     else:
-        sleep_for(seconds)
+        give_way(idle)
 
 
 cdef int drive(
@@ -566,7 +554,7 @@ cdef class Channel:
         finally:
             pthread_mutex_lock(&state.queue_lock)
             state.waiters -= 1
-            if state.running:
+            if state.running and state.pending:
                 pthread_cond_signal(&state.wake)
             pthread_mutex_unlock(&state.queue_lock)
         if channel.failure:

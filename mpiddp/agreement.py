@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mpi4py import MPI
 
-from mpiddp.operation import describe_call, describe_dtype, ranks_in_words
+from mpiddp.calls import describe_call, describe_dtype, ranks_in_words
 
 if TYPE_CHECKING:
     from mpiddp.process_group import ProcessGroup
@@ -30,9 +30,8 @@ _SHOWN = 4
 def check(
     group: ProcessGroup,
     name: str,
-    detail: str,
+    detail: object,
     tensors: Sequence[torch.Tensor],
-    opts: Any = None,
     may_differ: bool = False,
     elements: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> None:
@@ -43,9 +42,8 @@ def check(
     Args:
         group: nothing else is under way in its communicator that other ranks have not entered.
         name: what is called, such as "all_reduce".
-        detail: what else must be the same on all ranks, such as "SUM" or "root 1".
+        detail: what else must be the same on all ranks: a ReduceOp, a root, or both.
         tensors: those whose dtypes and shapes must be the same on all ranks, in order.
-        opts: torch's options of the call, which may have a timeout.
         may_differ: the shapes, and the number of tensors, may differ over ranks.
         elements: how many elements this rank sends to and expects from each, where what two
             ranks say of the same message must fit together.
@@ -59,18 +57,18 @@ def check(
     else:
         own = [f"{describe_dtype(tensor.dtype)} {tuple(tensor.shape)}" for tensor in tensors]
     told = json.dumps([call, own])
-    if not _all_equal(group, name, opts, told):
-        calls = [json.loads(text) for text in _all_texts(group, name, opts, told)]
+    if not _all_equal(group, name, told):
+        calls = [json.loads(text) for text in _all_texts(group, name, told)]
         raise RuntimeError(
             f"the ranks of process group {group.group_name!r} call different collectives: "
             f"{_difference(group.world_ranks, calls)}. Nothing was sent."
         )
     if elements is not None:
-        problems = _misfits(group, name, opts, *elements)
-        if not _all_equal(group, name, opts, "yes" if not problems else f"no, {group.rank()}"):
+        problems = _misfits(group, name, *elements)
+        if not _all_equal(group, name, "yes" if not problems else f"no, {group.rank()}"):
             every = [
                 problem
-                for text in _all_texts(group, name, opts, json.dumps(problems))
+                for text in _all_texts(group, name, json.dumps(problems))
                 for problem in json.loads(text)
             ]
             more = f"; and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
@@ -80,40 +78,40 @@ def check(
             )
 
 
-def _all_equal(group: ProcessGroup, name: str, opts: Any, text: str) -> bool:
+def _all_equal(group: ProcessGroup, name: str, text: str) -> bool:
     """Return whether all ranks have the same text. Collective."""
     (digest,) = struct.unpack("<q", hashlib.blake2b(text.encode(), digest_size=8).digest())
     # The smallest, and the complement of the largest.
     own, least = torch.tensor([digest, ~digest]), torch.empty(2, dtype=torch.int64)
     request = group.communicator.Iallreduce(_buffer(own), _buffer(least), op=MPI.MIN)
-    group.wait_for(request, name, opts, own, least)
+    group.wait_for(request, "MPI_Iallreduce", name, own, least)
     return bool(least[0] == ~least[1])
 
 
-def _all_texts(group: ProcessGroup, name: str, opts: Any, text: str) -> list[str]:
+def _all_texts(group: ProcessGroup, name: str, text: str) -> list[str]:
     """Return the texts of all ranks, by rank. Collective."""
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     length = torch.tensor([data.numel()])
     lengths = torch.empty(group.size(), dtype=torch.int64)
     request = group.communicator.Iallgather(_buffer(length), _buffer(lengths))
-    group.wait_for(request, name, opts, length, lengths)
+    group.wait_for(request, "MPI_Iallgather", name, length, lengths)
     counts = lengths.tolist()
     every = torch.empty(sum(counts), dtype=torch.uint8)
     request = group.communicator.Iallgatherv(
         _buffer(data), [_buffer(every)[0], counts, None, MPI.BYTE]
     )
-    group.wait_for(request, name, opts, data, every)
+    group.wait_for(request, "MPI_Iallgatherv", name, data, every)
     return [part.numpy().tobytes().decode() for part in torch.split(every, counts)]
 
 
 def _misfits(
-    group: ProcessGroup, name: str, opts: Any, sent: Sequence[int], expected: Sequence[int]
+    group: ProcessGroup, name: str, sent: Sequence[int], expected: Sequence[int]
 ) -> list[str]:
     """Return in words what other ranks send this one other than it expects. Collective."""
     outgoing = torch.tensor(list(sent), dtype=torch.int64)
     incoming = torch.empty(group.size(), dtype=torch.int64)
     request = group.communicator.Ialltoall(_buffer(outgoing), _buffer(incoming))
-    group.wait_for(request, name, opts, outgoing, incoming)
+    group.wait_for(request, "MPI_Ialltoall", name, outgoing, incoming)
     own = ranks_in_words(group.world_ranks, [group.rank()])
     return [
         f"{ranks_in_words(group.world_ranks, [rank])} sends {got} elements to {own}, which "

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch._C._distributed_c10d import BroadcastOptions, _compute_bucket_assignment_by_size
+import torch.distributed as dist
+from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
 from mpiddp.compilation import run_as_it_is
 
@@ -64,7 +65,5 @@ class BucketAssignment:
 
     def _order_of_rank_0(self, arrival_order: Sequence[int]) -> list[int]:
         order = torch.tensor(arrival_order, dtype=torch.int64)
-        options = BroadcastOptions()
-        options.rootRank = 0
-        self.process_group.broadcast([order], options)
+        dist.broadcast(order, group=self.process_group, group_src=0)
         return [int(index) for index in order]

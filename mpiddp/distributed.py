@@ -469,6 +469,13 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             self.reducer._set_static_graph()
             self.logger._set_static_graph()
 
+    def _delayed_all_reduce_hook(self, grad: torch.Tensor) -> torch.Tensor:
+        # As torch's, but it waits: torch's drops the Work, which only a CUDA stream makes good.
+        assert self._delay_grad_buffer is not None
+        self._delay_grad_buffer.div_(self.process_group.size())
+        dist.all_reduce(self._delay_grad_buffer, group=self.process_group)
+        return grad
+
     # A static graph, see static_graph.pyx.
 
     @property

@@ -1,62 +1,58 @@
-"""torch.distributed's process group on mpi4py: the small collectives around DDP.
+"""torch.distributed's process group on MPI: every operation on CPU tensors, async or not.
 
-Gradients do not pass through here, they have the engine. Each collective starts a
-nonblocking MPI call and waits for it with a time limit, on a communicator that is
-used for nothing else, so a rank that never comes ends in an error on the others.
+Gradients of DistributedDataParallel do not pass through here, they have the engine. Each
+operation starts nonblocking MPI calls on a communicator that is used for nothing else, and is
+waited for with a time limit, so a rank that never comes ends in an error on the others.
+
+The methods have torch's names; what they do is in reductions, data_movement and messages, as
+Note [An operation is a generator] says.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
-import time
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
-from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # stub lacks the last
+from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
+    AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
     DebugLevel,
     GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
     ScatterOptions,
     Store,
-    Work,
-    _create_work_from_future,
     get_debug_level,
 )
+from torch._C._distributed_c10d import Work as TorchWork
 
-from mpiddp import agreement, datatypes, tensors_around_mpi
+from mpiddp import agreement, data_movement, messages, reductions
 from mpiddp.abort import abort_job
+from mpiddp.calls import Call, call_of
 from mpiddp.compilation import run_as_it_is
+from mpiddp.completion import Completion
 from mpiddp.engine import Channel, Engine
+from mpiddp.gradient_queues import GradientQueues
 from mpiddp.monitored_barrier import MonitoredBarrier
-from mpiddp.operation import Operation, operation
+from mpiddp.requests import Pending, Requests
 from mpiddp.roll_call import RollCall
 from mpiddp.state_broadcast import StateBroadcast
-from mpiddp.transport import open_channel
+from mpiddp.work import COMPLETED, CompletedWork, Operation, Work
 
 Result = TypeVar("Result")
 
-_AVG = dist.ReduceOp.AVG
-_PREMUL_SUM = dist.ReduceOp.PREMUL_SUM
-
-# How a waiting rank gives its core away: tests at full speed, then with
-# yields, then with naps of a sixteenth of the wait so far.
-_SPINS = 50
-_YIELD_SECONDS = 1e-3
-_SHORTEST_NAP = 50e-6
-_LONGEST_NAP = 1e-3
-
-
 # Memory that MPI may still write to after a time limit was reached.
-_abandoned: list[tuple[MPI.Request, tuple[torch.Tensor, ...]]] = []
+_abandoned: list[object] = []
 
 
 @run_as_it_is
@@ -67,37 +63,45 @@ class ProcessGroup(dist.ProcessGroup):
 
     Args:
         communicator: an mpi4py intracommunicator that this group owns and frees.
-        engine: the process's progress engine.
-        timeout: how long a collective may wait for other ranks.
+        requests: those of the process.
+        completion: completes the futures of the process.
+        timeout: how long an operation may wait for other ranks.
         store: the torch.distributed store that the group was made with.
     """
 
     def __init__(
         self,
         communicator: MPI.Intracomm,
-        engine: Engine,
+        requests: Requests,
+        completion: Completion,
         timeout: timedelta,
         store: Store | None = None,
     ) -> None:
         super().__init__(communicator.Get_rank(), communicator.Get_size())  # type: ignore[call-arg]
-        self.communicator: MPI.Comm = communicator
-        self.engine = engine
+        self.communicator: MPI.Intracomm = communicator
+        self.engine: Engine = requests.engine
+        self.completion = completion
         self.timeout = timeout
-        self._store = store
-        self._channels: list[Channel] = []
-        self._transports: list[str] = []
-        self._leased: set[int] = set()
-        self._state_broadcast: StateBroadcast | None = None
-        self._name = ""
-        # How many collectives this rank has entered, and the last: for those who miss it.
+        # How many collectives this rank has called, and the last: for those who miss it.
         self.entered = 0
-        self.last: Operation | None = None
+        self.last: Call | None = None
         self.roll_call: RollCall | None = None
         # Its ranks' ranks in the world.
         self.world_ranks: tuple[int, ...] = tuple(range(self.size()))
+        self.gradient_queues = GradientQueues(self)
+        self._requests = requests
+        self._store = store
+        # MPI wants one thread at a time to start operations on a communicator.
+        self._starting = threading.Lock()
+        # Works that the caller may have forgotten while MPI uses their memory.
+        self._under_way: list[Work] = []
+        self._sweep_at = 16
+        self._together: list[Work] | None = None
+        self._state_broadcast: StateBroadcast | None = None
         self._monitored_barrier: MonitoredBarrier | None = None
         # As torch wraps other backends: where the setting was made before the group.
         self._checked = get_debug_level() == DebugLevel.DETAIL
+        self._name = ""
         communicator.Set_name("mpiddp")
 
     # What torch.distributed asks about the group.
@@ -119,21 +123,24 @@ class ProcessGroup(dist.ProcessGroup):
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long a collective may wait for other ranks. Not collective."""
+        """Change how long an operation may wait for other ranks. Not collective."""
         self.timeout = timeout
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.entered
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: every rank counts its own operations."""
 
     def shutdown(self) -> None:
         """Free the group's communicators.
 
         Collective. Harmless when called twice.
         """
-        for channel in self._channels:
-            if channel.idle and channel.communicator is not None:
-                self.engine.close_channel(channel)
-                if channel.transport is not None:
-                    channel.transport.free()
-                channel.communicator.Free()
-        self._channels.clear()
+        self._sweep()
+        _abandoned.extend(self._under_way)
+        self._under_way.clear()
+        self.gradient_queues.free()
         if self._state_broadcast is not None:
             self._state_broadcast.free()
             self._state_broadcast = None
@@ -142,202 +149,255 @@ class ProcessGroup(dist.ProcessGroup):
 
     def forget_communicators(self) -> None:
         """Make shutdown free nothing, for an exit that is not collective. Not collective."""
-        self._channels.clear()
+        self.gradient_queues.forget()
         self._state_broadcast = None
-        self.communicator = MPI.COMM_NULL
+        self.communicator = MPI.Intracomm()
 
     def abort(self) -> None:
         """End every rank of the job, as MPI_Abort does. Not collective."""
         abort_job(1)
 
-    # Collectives.
+    # Reductions. 16-bit floats are reduced in float32 and rounded once.
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: BroadcastOptions) -> Work:
-        """Copy each tensor from ``opts.rootRank`` to all ranks, as dist.broadcast does.
-
-        Collective. Any dtype, any strides.
-        """
-        for tensor in tensors:
-            dense = self._dense(tensor)
-            self._enter("broadcast", f"root {opts.rootRank}", [tensor], opts)
-            request = self.communicator.Ibcast(datatypes.buffer_of(dense), root=opts.rootRank)
-            self.wait_for(request, "broadcast", opts, dense)
-            tensors_around_mpi.write_back(dense, tensor)
-        return _completed(tensors)
-
-    def allreduce(self, tensors: list[torch.Tensor], opts: AllreduceOptions | None = None) -> Work:
+    def allreduce(
+        self, tensors: list[torch.Tensor], opts: AllreduceOptions | None = None
+    ) -> TorchWork:
         """Reduce each tensor over all ranks in place, as dist.all_reduce does.
 
-        Collective. float16 and bfloat16 are reduced in float32 and rounded once; sparse COO
-        tensors are summed.
+        Collective. Sparse COO tensors are summed, before the call returns.
 
         Raises:
             TypeError: the dtype has no such reduction.
         """
         op = opts.reduceOp if opts is not None else dist.ReduceOp(dist.ReduceOp.SUM)
-        with torch.no_grad():
-            for tensor in tensors:
-                if tensor.layout is torch.sparse_coo:
-                    self._allreduce_sparse(tensor, op, opts)
-                else:
-                    self._allreduce_dense(tensor, op, opts)
-        return _completed(tensors)
+        if any(tensor.layout is torch.sparse_coo for tensor in tensors):
+            return self._all_reduce_some_sparse(tensors, op, opts)
+        return self._start(
+            "all_reduce", reductions.all_reduce(self, tensors, op), opts, tensors, op
+        )
 
     def allreduce_coalesced(
-        self, tensors: list[torch.Tensor], opts: AllreduceCoalescedOptions
-    ) -> Work:
-        """Reduce several tensors. Collective."""
-        return self.allreduce(tensors, opts)
+        self, tensors: list[torch.Tensor], opts: AllreduceCoalescedOptions | None = None
+    ) -> TorchWork:
+        """Reduce several tensors, those of one dtype as one. Collective."""
+        op = opts.reduceOp if opts is not None else dist.ReduceOp(dist.ReduceOp.SUM)
+        if len(tensors) > 1 and len({tensor.dtype for tensor in tensors}) == 1:
+            operation = reductions.all_reduce_together(self, tensors, op)
+        else:
+            operation = reductions.all_reduce(self, tensors, op)
+        return self._start("all_reduce_coalesced", operation, opts, tensors, op)
+
+    def reduce(self, tensors: list[torch.Tensor], opts: ReduceOptions) -> TorchWork:
+        """Reduce each tensor to ``opts.rootRank``, as dist.reduce does. Collective.
+
+        The tensors of the other ranks stay as they are.
+
+        Raises:
+            TypeError: the dtype has no such reduction.
+        """
+        operation = reductions.reduce(self, tensors, opts.reduceOp, opts.rootRank)
+        return self._start("reduce", operation, opts, tensors, (opts.reduceOp, opts.rootRank))
+
+    def reduce_scatter(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[list[torch.Tensor]],
+        opts: ReduceScatterOptions,
+    ) -> TorchWork:
+        """Reduce lists of one tensor a rank, each to its rank, as dist.reduce_scatter does.
+
+        Collective. The tensors of a list may differ in size.
+
+        Raises:
+            ValueError: a list has not one tensor a rank, or this rank's tensors differ in size.
+            TypeError: the dtype has no such reduction, or dtypes differ.
+        """
+        operation = reductions.reduce_scatter(self, outputs, inputs, opts.reduceOp)
+        return self._start(
+            "reduce_scatter", operation, opts, outputs, opts.reduceOp, compared=_flat(inputs)
+        )
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions | None = None
+    ) -> TorchWork:
+        """Reduce a tensor and give each rank an equal part, as dist.reduce_scatter_tensor does.
+
+        Collective. Raises what `reduce_scatter` does.
+        """
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        opts: ReduceScatterOptions | None = None,
+    ) -> TorchWork:
+        """Do several `reduce_scatter_single`. Collective."""
+        op = opts.reduceOp if opts is not None else dist.ReduceOp(dist.ReduceOp.SUM)
+        operation = reductions.reduce_scatter_single(self, outputs, inputs, op)
+        return self._start("reduce_scatter", operation, opts, inputs, op)
+
+    # Older names, by which torch's C++ looks for them; their parameters are named otherwise.
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+    # Data movement. Any dtype, any strides.
+
+    def broadcast(
+        self, tensors: list[torch.Tensor], opts: BroadcastOptions | None = None
+    ) -> TorchWork:
+        """Copy each tensor from ``opts.rootRank`` to all ranks, as dist.broadcast does.
+
+        Collective.
+        """
+        root = opts.rootRank if opts is not None else 0
+        return self._start(
+            "broadcast", data_movement.broadcast(self, tensors, root), opts, tensors, root
+        )
 
     def allgather(
         self,
         outputs: list[list[torch.Tensor]],
         inputs: list[torch.Tensor],
         opts: AllgatherOptions | None = None,
-    ) -> Work:
+    ) -> TorchWork:
         """Gather each input from all ranks into a list, as dist.all_gather does.
 
-        Collective. Any dtype; the tensors of the ranks may differ in size. The future of the Work
-        holds for each input, where all are of one shape, one tensor of all ranks', as with NCCL:
-        torch's quantization hooks index it by rank.
+        Collective. The tensors of the ranks may differ in size.
 
         Raises:
-            ValueError: a list has not one tensor for each rank.
+            ValueError: a list has not one tensor a rank, or this rank's differs from its input.
         """
-        gathered: list[Any] = []
-        for output, tensor in zip(outputs, inputs, strict=True):
-            if len(output) != self.size():
-                raise ValueError(
-                    f"all_gather needs {self.size()} output tensors, one a rank, not {len(output)}"
-                )
-            own = output[self.rank()]
-            if own.dtype != tensor.dtype or own.numel() != tensor.numel():
-                raise ValueError(
-                    f"all_gather of {tensor.numel()} elements of {tensor.dtype} needs an output of "
-                    f"that size and dtype for rank {self.rank()}, not {own.numel()} of {own.dtype}"
-                )
-            source = self._dense(tensor)
-            counts = [part.numel() * part.element_size() for part in output]
-            flat = torch.empty(sum(counts), dtype=torch.uint8)
-            self._enter("all_gather", "", output, opts)
-            request = self.communicator.Iallgatherv(
-                datatypes.buffer_of(source),
-                [datatypes.buffer_of(flat)[0], counts, None, MPI.BYTE],
-            )
-            self.wait_for(request, "all_gather", opts, source, flat)
-            tensors_around_mpi.unpack(flat, output)
-            alike = all(p.shape == tensor.shape and p.dtype == tensor.dtype for p in output)
-            gathered.append(
-                flat.view(tensor.dtype).view(self.size(), *tensor.shape) if alike else output
-            )
-        return _completed(gathered)
+        operation = data_movement.all_gather(self, outputs, inputs)
+        return self._start("all_gather", operation, opts, inputs, compared=_flat(outputs))
 
-    def _allgather_base(
+    def allgather_coalesced(
         self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
+        outputs: list[list[torch.Tensor]],
+        inputs: list[torch.Tensor],
         opts: AllgatherOptions | None = None,
-    ) -> Work:
-        source = self._dense(tensor)
-        target = self._dense(output)
-        if target.numel() != source.numel() * self.size():
-            raise ValueError(
-                f"all_gather of {source.numel()} elements over {self.size()} ranks needs an "
-                f"output of {source.numel() * self.size()} elements, not {target.numel()}"
-            )
-        if target.dtype != source.dtype:
-            raise ValueError(f"all_gather of {source.dtype} into an output of {target.dtype}")
-        self._enter("all_gather_single", "", [tensor], opts)
-        request = self.communicator.Iallgather(
-            datatypes.buffer_of(source), datatypes.buffer_of(target)[0]
-        )
-        self.wait_for(request, "all_gather", opts, source, target)
-        tensors_around_mpi.write_back(target, output)
-        return _completed([output])
+    ) -> TorchWork:
+        """Gather several inputs; ``outputs[rank][i]`` is that rank's i-th. Collective."""
+        data_movement.check_number(self, "all_gather_coalesced", "lists of output", outputs)
+        by_input = [list(parts) for parts in zip(*outputs, strict=True)]
+        return self.allgather(by_input, inputs, opts)
 
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions | None = None
-    ) -> Work:
-        """Gather equal inputs into one output tensor, as dist.all_gather_single does.
+    ) -> TorchWork:
+        """Gather equal inputs into one output tensor, as dist.all_gather_into_tensor does.
 
-        Collective. Any dtype.
+        Collective.
 
         Raises:
-            ValueError: the output has not the size of all inputs.
+            ValueError: the output has not the size of all inputs, or another dtype.
         """
-        return self._allgather_base(output, input, opts)
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        opts: AllgatherOptions | None = None,
+    ) -> TorchWork:
+        """Do several `all_gather_single`. Collective."""
+        operation = data_movement.all_gather_single(self, outputs, inputs)
+        return self._start("all_gather", operation, opts, inputs)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
     def gather(
         self,
         outputs: list[list[torch.Tensor]],
         inputs: list[torch.Tensor],
         opts: GatherOptions,
-    ) -> Work:
+    ) -> TorchWork:
         """Gather each input from all ranks into a list on one, as dist.gather does.
 
-        Collective. Any dtype; the tensors of the ranks may differ in size.
+        Collective. The tensors of the ranks may differ in size.
 
         Raises:
-            ValueError: the list on ``opts.rootRank`` has not one tensor for each rank.
+            ValueError: the list on ``opts.rootRank`` has not one tensor a rank.
         """
-        root = opts.rootRank
-        for index, tensor in enumerate(inputs):
-            source = self._dense(tensor)
-            parts = outputs[index] if self.rank() == root else []
-            target, flat = self._pieces("gather", parts, root)
-            self._enter(
-                "gather",
-                f"root {root}",
-                [tensor],
-                opts,
-                may_differ=True,
-                elements=(self._only(root, tensor), _sizes(parts, self.size())),
-            )
-            request = self.communicator.Igatherv(datatypes.buffer_of(source), target, root=root)
-            self.wait_for(request, "gather", opts, source, flat)
-            tensors_around_mpi.unpack(flat, parts)
-        return _completed(outputs)
+        operation = data_movement.gather(self, outputs, inputs, opts.rootRank)
+        sizes = (
+            (self._only(opts.rootRank, inputs), self._by_rank(outputs)) if self._checked else None
+        )
+        return self._start("gather", operation, opts, inputs, opts.rootRank, elements=sizes)
 
     def scatter(
         self,
         outputs: list[torch.Tensor],
         inputs: list[list[torch.Tensor]],
         opts: ScatterOptions,
-    ) -> Work:
+    ) -> TorchWork:
         """Give each rank its tensor of a list on one of them, as dist.scatter does.
 
-        Collective. Any dtype; the tensors of the ranks may differ in size.
+        Collective. The tensors of the ranks may differ in size.
 
         Raises:
-            ValueError: the list on ``opts.rootRank`` has not one tensor for each rank.
+            ValueError: the list on ``opts.rootRank`` has not one tensor a rank.
         """
-        root = opts.rootRank
-        for index, tensor in enumerate(outputs):
-            target = self._dense(tensor)
-            parts = inputs[index] if self.rank() == root else []
-            source, flat = self._pieces("scatter", parts, root)
-            if parts:
-                flat.copy_(
-                    torch.cat([tensors_around_mpi.bytes_of(self._dense(part)) for part in parts])
-                )
-            self._enter(
-                "scatter",
-                f"root {root}",
-                [tensor],
-                opts,
-                may_differ=True,
-                elements=(_sizes(parts, self.size()), self._only(root, tensor)),
-            )
-            request = self.communicator.Iscatterv(source, datatypes.buffer_of(target), root=root)
-            self.wait_for(request, "scatter", opts, target, flat)
-            tensors_around_mpi.write_back(target, tensor)
-        return _completed(outputs)
+        operation = data_movement.scatter(self, outputs, inputs, opts.rootRank)
+        sizes = (
+            (self._by_rank(inputs), self._only(opts.rootRank, outputs)) if self._checked else None
+        )
+        return self._start("scatter", operation, opts, outputs, opts.rootRank, elements=sizes)
 
-    def barrier(self, opts: BarrierOptions | None = None) -> Work:
+    def alltoall(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        opts: AllToAllOptions | None = None,
+    ) -> TorchWork:
+        """Send a tensor of a list to each rank, receive one from each, as dist.all_to_all does.
+
+        Collective. Tensors may differ in size.
+
+        Raises:
+            ValueError: a list has not one tensor a rank.
+        """
+        operation = data_movement.all_to_all(self, outputs, inputs)
+        sizes = (self._by_rank([inputs]), self._by_rank([outputs])) if self._checked else None
+        return self._start("all_to_all", operation, opts, inputs, elements=sizes)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: AllToAllOptions | None = None,
+    ) -> TorchWork:
+        """Send rows to each rank, receive some from each, as dist.all_to_all_single does.
+
+        Collective. Splits are numbers of rows; none: all equal.
+
+        Raises:
+            RuntimeError: the rows cannot be divided so.
+            TypeError: the dtypes differ.
+        """
+        operation = data_movement.all_to_all_single(
+            self, output, input, output_split_sizes, input_split_sizes
+        )
+        sizes = None
+        if self._checked:
+            sizes = (
+                self._split(input, input_split_sizes),
+                self._split(output, output_split_sizes),
+            )
+        return self._start("all_to_all", operation, opts, [input], elements=sizes)
+
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+    def barrier(self, opts: BarrierOptions | None = None) -> TorchWork:
         """Wait until all ranks are here. Collective."""
-        self._enter("barrier", "", [], opts)
-        self.wait_for(self.communicator.Ibarrier(), "barrier", opts)
-        return _completed([])
+        return self._start("barrier", self._barrier(), opts, ())
+
+    def _barrier(self) -> Operation:
+        yield self.pending(self.communicator.Ibarrier(), "MPI_Ibarrier")
+        return []
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -349,18 +409,65 @@ class ProcessGroup(dist.ProcessGroup):
         Raises:
             RuntimeError: a rank did not come within `timeout`, by default the group's.
         """
-        self._enter("monitored_barrier", "", [], checked=False)
+        self._enter("monitored_barrier")
         if self._monitored_barrier is None:
             self._monitored_barrier = MonitoredBarrier(self)
         self._monitored_barrier(self.timeout if timeout is None else timeout, wait_all_ranks)
+
+    # Messages. Not collective, except that the other rank must take part.
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> TorchWork:
+        """Send tensors to a rank of the group, as dist.isend does. Not collective.
+
+        Raises:
+            ValueError: there is no such rank, or MPI has no such tag.
+        """
+        return self._start("send", messages.send(self, tensors, to, tag))
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> TorchWork:
+        """Receive tensors from a rank of the group, as dist.irecv does. Not collective.
+
+        The Work fails with a RuntimeError if the message has another size than the tensor.
+
+        Raises:
+            ValueError: there is no such rank, or MPI has no such tag.
+        """
+        return self._start("recv", messages.receive(self, tensors, source, tag))
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> TorchWork:
+        """Receive tensors from any rank; the Work's source_rank says from which.
+
+        Not collective. Raises what `recv` does.
+        """
+        return self._start("recv", messages.receive(self, tensors, messages.ANY_SOURCE, tag))
+
+    # Several operations as one.
+
+    def _start_coalescing(self, device: torch.device | None = None) -> None:
+        """Collect what is started from now on into one Work. Not collective."""
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device | None = None) -> TorchWork:
+        """Return a Work of all that was started since `_start_coalescing`. Not collective."""
+        together, self._together = self._together or [], None
+        operation = _each(together)
+        pending = next(operation)
+        assert isinstance(pending, list)
+        seconds = self.timeout.total_seconds()
+        number = max((work.number for work in together), default=0)
+        return Work(self, "coalesced", operation, pending, seconds, number)
+
+    # For the rest of mpiddp.
 
     def allgather_objects(self, value: Result) -> list[Result]:
         """Return the picklable `value` of every rank, by rank. Collective."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = torch.zeros(self.size(), dtype=torch.int64)
-        self.all_gather_single(sizes, torch.tensor([data.numel()]))
+        at_once = AllgatherOptions()
+        at_once.asyncOp = False
+        self.all_gather_single(sizes, torch.tensor([data.numel()]), at_once)
         pieces = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
-        self.allgather([pieces], [data])
+        self.allgather([pieces], [data], at_once)
         return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]
 
     def broadcast_state(self, tensors: list[torch.Tensor]) -> bool:
@@ -368,183 +475,168 @@ class ProcessGroup(dist.ProcessGroup):
 
         Collective.
         """
+        self._enter("broadcast of parameters or buffers", tensors)
         if self._state_broadcast is None:
             self._state_broadcast = StateBroadcast(self, self.communicator)
-        self._enter("broadcast of parameters or buffers", "", tensors)
         return self._state_broadcast(tensors)
 
-    # Queues for gradients.
-
     def lease_channel(self, transport: str = "auto") -> Channel:
-        """Return a queue of the engine with a communicator of its own.
-
-        Collective. Communicators are a limited resource and may only be freed together, while
-        reducers are garbage-collected at a different time on each rank: so channels are kept
-        and leased again, and the ranks agree on one that is idle on all of them.
-
-        Args:
-            transport: one of `mpiddp.transport.TRANSPORTS`, the same on all ranks.
-        """
-        free = torch.ones(len(self._channels), dtype=torch.uint8)
-        for index, channel in enumerate(self._channels):
-            free[index] = (
-                index not in self._leased and channel.idle and self._transports[index] == transport
-            )
-        if len(self._channels):
-            opts = AllreduceOptions()
-            opts.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
-            self.allreduce([free], opts)
-        candidates = free.nonzero().flatten().tolist()
-        if candidates:
-            index = candidates[0]
-        else:
-            index = len(self._channels)
-            self._channels.append(self._open_channel(transport))
-            self._transports.append(transport)
-        self._leased.add(index)
-        return self._channels[index]
+        """Return a queue for gradients, see `GradientQueues.lend`. Collective."""
+        return self.gradient_queues.lend(transport)
 
     def return_channel(self, channel: Channel) -> None:
-        """Give a leased channel back. Not collective."""
-        if channel in self._channels:
-            self._leased.discard(self._channels.index(channel))
+        """Give a queue for gradients back. Not collective."""
+        self.gradient_queues.take_back(channel)
 
-    def _open_channel(self, transport: str) -> Channel:
-        communicator = self.communicator.Dup()
-        communicator.Set_errhandler(MPI.ERRORS_RETURN)
-        communicator.Set_name(f"mpiddp gradients {len(self._channels)}")
-        return open_channel(self.engine, communicator, transport)
+    def pending(self, request: MPI.Request, call: str, *memory: object) -> Pending:
+        """Return what an operation yields for a request that MPI function `call` has made.
 
-    # Within.
-
-    def _pieces(
-        self, name: str, parts: list[torch.Tensor], root: int
-    ) -> tuple[list[Any] | None, torch.Tensor]:
-        """Return memory for one tensor a rank, as MPI takes it and as bytes; none but on `root`."""
-        if self.rank() != root:
-            return None, torch.empty(0, dtype=torch.uint8)
-        if len(parts) != self.size():
-            raise ValueError(f"{name} needs {self.size()} tensors, one a rank, not {len(parts)}")
-        counts = [part.numel() * part.element_size() for part in parts]
-        flat = torch.empty(sum(counts), dtype=torch.uint8)
-        return [datatypes.buffer_of(flat)[0], counts, None, MPI.BYTE], flat
-
-    def _enter(
-        self,
-        name: str,
-        detail: str,
-        tensors: Sequence[torch.Tensor],
-        opts: Any = None,
-        may_differ: bool = False,
-        elements: tuple[Sequence[int], Sequence[int]] | None = None,
-        checked: bool = True,
-    ) -> None:
-        """Count a collective, before MPI hears of it, and see whether all ranks mean the same."""
-        self.entered += 1
-        self.last = operation(name, detail, tensors)
-        if checked and self._checked:
-            agreement.check(self, name, detail, tensors, opts, may_differ, elements)
-
-    def _only(self, rank: int, tensor: torch.Tensor) -> list[int]:
-        return [tensor.numel() if other == rank else 0 for other in range(self.size())]
-
-    def _dense(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor` if MPI can use its memory as it is, else a contiguous copy."""
-        if tensor.device.type != "cpu":
-            raise ValueError(
-                f"this version of mpiddp moves CPU tensors only, not a tensor on {tensor.device}"
-            )
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"cannot move a tensor of layout {tensor.layout} over MPI")
-        return tensor.detach().contiguous().resolve_conj().resolve_neg()
-
-    def _allreduce_dense(self, tensor: torch.Tensor, op: dist.ReduceOp, opts: Any) -> None:
-        how = datatypes.reduction(tensor.dtype, op)
-        kind = getattr(op, "op", op)
-        total = self._dense(tensor).to(how.dtype)
-        # Out of place: Open MPI's nonblocking all-reduce is twice as fast then.
-        contribution = total.clone()
-        if kind == _PREMUL_SUM:
-            tensors_around_mpi.multiply(contribution, op)
-        self._enter("all_reduce", str(getattr(kind, "name", kind)), [tensor], opts)
-        request = self.communicator.Iallreduce(
-            datatypes.buffer_of(contribution, how.datatype),
-            datatypes.buffer_of(total, how.datatype),
-            op=how.operation,
-        )
-        self.wait_for(request, "all_reduce", opts, contribution, total)
-        if kind == _AVG:
-            tensors_around_mpi.divide(total, self.size())
-        tensors_around_mpi.write_back(total, tensor)
-
-    def _allreduce_sparse(self, tensor: torch.Tensor, op: dist.ReduceOp, opts: Any) -> None:
-        if getattr(op, "op", op) != dist.ReduceOp.SUM:
-            raise TypeError("sparse tensors can only be summed over ranks, with ReduceOp.SUM")
-        own = tensor.detach().coalesce()
-        everyone = torch.zeros(2 * self.size(), dtype=torch.int64)
-        self.all_gather_single(everyone, torch.tensor([own._nnz(), own.sparse_dim()]), opts)
-        counts, sparse_dims = everyone.view(-1, 2).t().tolist()
-        # A tensor without entries may be split in sparse and dense dimensions anyhow.
-        splits = {dim for count, dim in zip(counts, sparse_dims, strict=True) if count}
-        if not splits:
-            return
-        if len(splits) > 1:
-            raise ValueError(f"the ranks' sparse tensors differ in sparse_dim: {sorted(splits)}")
-        sparse_dim = splits.pop()
-        indices, values = own.indices().contiguous(), own.values().contiguous()
-        if not own._nnz():
-            indices = torch.empty(sparse_dim, 0, dtype=torch.int64)
-            values = torch.empty(0, *tensor.shape[sparse_dim:], dtype=tensor.dtype)
-        all_indices = [torch.empty(sparse_dim, count, dtype=torch.int64) for count in counts]
-        all_values = [torch.empty(count, *values.shape[1:], dtype=values.dtype) for count in counts]
-        self.allgather([all_indices, all_values], [indices, values], opts)
-        # Summed in order of ranks by coalesce(), so all ranks get the same bits.
-        total = torch.sparse_coo_tensor(
-            torch.cat(all_indices, dim=1),
-            torch.cat(all_values),
-            tensor.shape,
-            check_invariants=False,
-        ).coalesce()
-        tensor.copy_(total)
-
-    def wait_for(self, request: MPI.Request, name: str, opts: Any, *memory: torch.Tensor) -> None:
-        """Wait for `request` of the collective `name`, which uses `memory`. Not collective.
-
-        The core is not burnt: with more ranks than cores the others need it to come here.
+        Not collective. `memory` is kept until the request has ended.
         """
-        for _ in range(_SPINS):
-            if request.Test():
-                return
-        limit = self._limit(opts)
-        began = time.monotonic()
-        while not request.Test():
-            # Other ranks may wait for a bucket of this one before they come here.
-            self.engine.progress()
-            waited = time.monotonic() - began
-            if waited > limit:
-                _abandoned.append((request, memory))
-                raise self.timed_out(name, limit)
-            if waited < _YIELD_SECONDS:
-                os.sched_yield()
-            else:
-                time.sleep(min(max(waited / 16, _SHORTEST_NAP), _LONGEST_NAP))
+        return Pending(self._requests, request, self.communicator, call, memory)
 
-    def timed_out(self, name: str, seconds: float) -> RuntimeError:
-        """Return the error of a collective `name` that waited in vain. Not collective."""
+    def wait_for(self, request: MPI.Request, call: str, name: str, *memory: torch.Tensor) -> None:
+        """Wait for what the MPI function `call` began, as a part of the operation `name`.
+
+        Not collective.
+
+        Raises:
+            RuntimeError: other ranks did not come within the group's timeout.
+        """
+        pending = self.pending(request, call, *memory)
+        seconds = self.timeout.total_seconds()
+        if not pending.wait(seconds):
+            self.abandon(pending)
+            raise self.timed_out(name, seconds)
+
+    def abandon(self, *memory: object) -> None:
+        """Keep memory that MPI may still use though nobody waits any more. Not collective."""
+        _abandoned.append(memory)
+
+    def timed_out(self, name: str, seconds: float, number: int | None = None) -> RuntimeError:
+        """Return the error of an operation `name` that waited in vain; it may take seconds.
+
+        Not collective. `number` is which of this group's collectives; None: the last, 0: none.
+        """
+        missing = (
+            self.explain_missing(number)
+            if number != 0
+            else "Has the other rank called its part, and is it still alive?"
+        )
         return RuntimeError(
             f"rank {self.rank()} of {self.size()}: {name} on process group "
             f"{self.group_name or 'world'!r} has waited {seconds:g} s for other ranks. "
-            f"{self.explain_missing()}"
+            f"{missing}"
         )
 
-    def explain_missing(self) -> str:
-        """Return which ranks keep the last collective waiting; it may take seconds.
-
-        Not collective.
-        """
+    def explain_missing(self, number: int | None = None) -> str:
+        """Return which ranks keep a collective waiting; it may take seconds. Not collective."""
         if self.roll_call is None:
             return "Did all ranks call it, in the same order, and are they still alive?"
-        return f"{self.roll_call.explain(self)}."
+        return f"{self.roll_call.explain(self, number)}."
+
+    # Within.
+
+    def _enter(
+        self, name: str, tensors: Sequence[torch.Tensor] = (), detail: object = None
+    ) -> None:
+        """Count a collective."""
+        self.entered += 1
+        self.last = call_of(name, detail, tensors)
+
+    def _start(
+        self,
+        name: str,
+        operation: Operation,
+        opts: Any = None,
+        tensors: Sequence[torch.Tensor] | None = None,
+        detail: object = None,
+        compared: Iterable[torch.Tensor] | None = None,
+        elements: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> TorchWork:
+        """Run an operation up to its end, or if it is asynchronous up to MPI's first calls.
+
+        What follows `opts` is what other ranks must agree with, see `agreement.check`; `tensors`
+        is None for a message, which is not compared nor counted.
+        """
+        number = 0
+        with self._starting:
+            if tensors is not None:
+                self._enter(name, tensors, detail)
+                number = self.entered
+                if self._checked:
+                    same = tensors if compared is None else list(compared)
+                    agreement.check(self, name, detail, same, elements is not None, elements)
+            pending = next(operation)
+        waited = pending if isinstance(pending, list) else [pending]
+        seconds = self._limit(opts)
+        if opts is not None and not opts.asyncOp and self._together is None:
+            return self._finish(name, operation, waited, seconds, number)
+        work = Work(self, name, operation, waited, seconds, number)
+        for each in waited:
+            self._requests.submit(each)
+        self._under_way.append(work)
+        if len(self._under_way) > self._sweep_at:
+            self._sweep()
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    def _finish(
+        self,
+        name: str,
+        operation: Operation,
+        waited: list[Pending],
+        seconds: float,
+        number: int,
+    ) -> CompletedWork:
+        for pending in waited:
+            try:
+                in_time = pending.wait(seconds)
+            except BaseException:
+                self.abandon(operation, waited)
+                raise
+            if not in_time:
+                self.abandon(operation, waited)
+                raise self.timed_out(name, seconds, number)
+        for _ in operation:
+            raise AssertionError(f"{name} has a second step")
+        return COMPLETED
+
+    def _only(self, rank: int, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Return how many elements go to or come from each rank where all are for one."""
+        total = sum(tensor.numel() for tensor in tensors)
+        return [total if other == rank else 0 for other in range(self.size())]
+
+    def _by_rank(self, lists: Sequence[Sequence[torch.Tensor]]) -> list[int]:
+        """Return how many elements go to or come from each rank, by lists of one tensor a rank."""
+        if not lists:
+            return [0] * self.size()
+        return [sum(part.numel() for part in parts) for parts in zip(*lists, strict=True)]
+
+    def _split(self, tensor: torch.Tensor, rows: Sequence[int]) -> list[int]:
+        """Return how many elements of a tensor go to or come from each rank."""
+        if not rows:
+            return [tensor.numel() // self.size()] * self.size()
+        return [count * (tensor.numel() // max(tensor.size(0), 1)) for count in rows]
+
+    def _sweep(self) -> None:
+        """Forget the works that are over."""
+        self._under_way = [work for work in self._under_way if not work.end_if_due()]
+        self._sweep_at = 16 + 2 * len(self._under_way)
+
+    def _all_reduce_some_sparse(
+        self, tensors: list[torch.Tensor], op: dist.ReduceOp, opts: AllreduceOptions | None
+    ) -> TorchWork:
+        if getattr(op, "op", op) != dist.ReduceOp.SUM:
+            raise TypeError("sparse tensors can only be summed over ranks, with ReduceOp.SUM")
+        with torch.no_grad():
+            for tensor in tensors:
+                if tensor.layout is torch.sparse_coo:
+                    reductions.all_reduce_sparse(self, tensor, opts)
+                else:
+                    self.allreduce([tensor], opts).wait()
+        return self._start("all_reduce", _nothing(tensors), opts, ())
 
     def _limit(self, opts: Any) -> float:
         """Return the time limit in seconds: the call's own, or the group's."""
@@ -554,13 +646,18 @@ class ProcessGroup(dist.ProcessGroup):
         return float(limit.total_seconds())
 
 
-def _completed(result: Iterable[Any]) -> Work:
-    """Return the Work of an operation that is over, with its result in a future."""
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result(result)
-    work: Work = _create_work_from_future(future)
-    return work
+def _each(works: list[Work]) -> Operation:
+    """Wait for several works that were started already."""
+    yield [pending for work in works for pending in work.pending]
+    for work in works:
+        work.wait()
+    return [tensor for work in works for tensor in work.result()]
 
 
-def _sizes(parts: Sequence[torch.Tensor], size: int) -> list[int]:
-    return [part.numel() for part in parts] or [0] * size
+def _flat(lists: Sequence[Sequence[torch.Tensor]]) -> Iterator[torch.Tensor]:
+    return (tensor for tensors in lists for tensor in tensors)
+
+
+def _nothing(result: Any) -> Operation:
+    yield []
+    return result

@@ -75,7 +75,8 @@ class PythonHook:
                 the bucket.
         """
         future = self._futures.pop(bucket.index)
-        if not completed(future, reducer.process_group.timeout):
+        # An operation of the hook has the same limit, and its error says more.
+        if not completed(future, reducer.process_group.timeout + timedelta(seconds=1)):
             raise RuntimeError(
                 f"{self._subject(reducer, bucket)}: the future that it returned has not completed "
                 f"within {reducer.process_group.timeout.total_seconds():g} s. Likely causes: a "

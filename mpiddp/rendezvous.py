@@ -22,14 +22,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from mpiddp.abort import abort_job
+from mpiddp.completion import Completion
 from mpiddp.library_check import check_loaded_library
 from mpiddp.transport import PROGRESS_THREAD_VARIABLE
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpiddp.engine import Engine
     from mpiddp.process_group import ProcessGroup
+    from mpiddp.requests import Requests
     from mpiddp.roll_call import RollCall
 
 BACKEND = "mpiddp"
@@ -55,6 +56,7 @@ class Topology:
         local_world_size: number of those.
         node_rank: number of this node, in order of the nodes' lowest ranks.
         node_count: number of nodes.
+        local_core_count: number of cores that the ranks of this node may run on, together.
     """
 
     rank: int
@@ -63,6 +65,12 @@ class Topology:
     local_world_size: int
     node_rank: int
     node_count: int
+    local_core_count: int = field(default=1, compare=False)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether this node has fewer cores than ranks. Not collective."""
+        return self.local_core_count < self.local_world_size
 
     def as_environment(self) -> dict[str, str]:
         """Return torchrun's environment variables for this process. Not collective."""
@@ -81,7 +89,8 @@ class _World:
     """What init_process_group made and destroy_process_group takes apart."""
 
     communicator: MPI.Intracomm
-    engine: Engine
+    requests: Requests
+    completion: Completion
     roll_call: RollCall
     topology: Topology
     environment: dict[str, str]
@@ -155,6 +164,7 @@ def begin_world(
     communicator = checked_communicator(comm)
 
     from mpiddp.engine import Engine
+    from mpiddp.requests import Requests
     from mpiddp.roll_call import RollCall
 
     threaded = _progress_thread_wanted()
@@ -165,9 +175,11 @@ def begin_world(
         name: value for name, value in topology.as_environment().items() if name not in os.environ
     }
     os.environ.update(environment)
+    requests = Requests(Engine(threaded=threaded), crowded=topology.crowded)
     _world = _World(
         own,
-        Engine(threaded=threaded),
+        requests,
+        Completion(requests),
         RollCall(own, threaded),
         topology,
         environment,
@@ -233,12 +245,16 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
     world = _world.communicator
     ranks = list(options.global_ranks_in_group)
     if ranks and ranks != list(range(world.Get_size())):
-        group = world.Get_group().Incl(ranks)
+        everyone = world.Get_group()
+        group = everyone.Incl(ranks)
         communicator = world.Create_group(group)
         group.Free()
+        everyone.Free()
     else:
         communicator = world.Dup()
-    made = ProcessGroup(communicator, _world.engine, options.timeout, options.store)
+    made = ProcessGroup(
+        communicator, _world.requests, _world.completion, options.timeout, options.store
+    )
     made.roll_call = _world.roll_call
     made.world_ranks = tuple(ranks or range(world.Get_size()))
     _world.roll_call.add(made)
@@ -338,6 +354,7 @@ def find_topology(communicator: MPI.Intracomm) -> Topology:
             local_world_size=node.Get_size(),
             node_rank=lowest_ranks.index(lowest_rank_here),
             node_count=len(lowest_ranks),
+            local_core_count=len(set().union(*node.allgather(os.sched_getaffinity(0)))),
         )
     finally:
         node.Free()
@@ -385,7 +402,8 @@ def _leave_world() -> None:
     if sys.excepthook is _abort_on_exception:
         sys.excepthook = world.excepthook_before
     atexit.unregister(_stop_at_exit)
-    world.engine.stop()
+    world.completion.stop()
+    world.requests.engine.stop()
     world.roll_call.free()
     world.communicator.Free()
     for name, value in world.environment.items():
@@ -415,7 +433,8 @@ def _stop_at_exit() -> None:
     """
     if _world is None or _world.process_id != os.getpid():
         return
-    _world.engine.stop()
+    _world.completion.stop()
+    _world.requests.engine.stop()
     _world.roll_call.stop()
     for reference in _world.groups:
         group = reference()

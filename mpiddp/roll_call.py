@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
-from mpiddp.operation import describe, ranks_in_words
+from mpiddp.calls import describe, ranks_in_words
 from mpiddp.transport import PROGRESS_THREAD_VARIABLE
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from mpiddp.wrapper_reducer import WrapperReducer
@@ -29,7 +30,7 @@ def reduce(reducer: WrapperReducer, joined: bool = False) -> bool:
         index = bucket.parameter_indices[0]
         flags[position] = reducer.was_used(index) and not joined
         flags[missed] += index in reducer.missing
-    reducer.process_group.allreduce([flags]).wait()
+    dist.all_reduce(flags, group=reducer.process_group)
     for position, bucket in enumerate(buckets):
         parameter = reducer.parameters[bucket.parameter_indices[0]]
         if reducer.python_hook is not None:
@@ -44,7 +45,7 @@ def reduce(reducer: WrapperReducer, joined: bool = False) -> bool:
             gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
         with torch.no_grad():
             total = gradient.detach().coalesce()
-            reducer.process_group.allreduce([total]).wait()
+            dist.all_reduce(total, group=reducer.process_group)
             if not joined:
                 parameter.grad = total.div_(reducer.divisor)
     return flags[missed].item() > 0

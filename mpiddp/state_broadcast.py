@@ -74,7 +74,7 @@ class StateBroadcast:
         if self._nodes > 1:
             flat = shared.memory(bytes_needed(tensors))
             request = self._leaders.Ibcast(datatypes.buffer_of(flat), root=0)
-            self._group.wait_for(request, "broadcast", None, flat)
+            self._group.wait_for(request, "MPI_Ibcast", "broadcast", flat)
         shared.publish()
         if self._group.rank() > 0:
             shared.get(tensors)

@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` if MPI can use its memory as it is, else a contiguous copy.
+
+    Raises:
+        ValueError: it is not on the CPU.
+        TypeError: its layout is not strided.
+    """
+    if not tensor.is_cpu:
+        raise ValueError(
+            f"this version of mpiddp moves CPU tensors only, not a tensor on {tensor.device}"
+        )
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"cannot move a tensor of layout {tensor.layout} over MPI")
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return tensor.detach().contiguous().resolve_conj().resolve_neg()
 
 
 def write_back(dense: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -15,17 +35,58 @@ def write_back(dense: torch.Tensor, tensor: torch.Tensor) -> None:
 
 def bytes_of(dense: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor as bytes."""
-    return dense.reshape(-1).view(torch.uint8)
+    return dense.detach().reshape(-1).view(torch.uint8)
 
 
-def unpack(flat: torch.Tensor, parts: list[torch.Tensor]) -> None:
+def sizes_in_bytes(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return how many bytes the elements of each tensor take."""
+    return [tensor.numel() * tensor.element_size() for tensor in tensors]
+
+
+def room_for(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return memory for the bytes of `parts`, to be given to `unpack`.
+
+    It is their own where that lies one behind the other.
+    """
+    whole = as_one(parts)
+    if whole is not None:
+        return whole
+    return torch.empty(sum(sizes_in_bytes(parts)), dtype=torch.uint8)
+
+
+def unpack(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """Copy bytes that lie one behind the other into tensors of any dtypes and strides."""
-    counts = [part.numel() * part.element_size() for part in parts]
+    if not parts or flat.data_ptr() == parts[0].data_ptr():
+        return
     with torch.no_grad():
-        for part, piece in zip(parts, torch.split(flat, counts) if parts else (), strict=True):
+        for part, piece in zip(parts, torch.split(flat, sizes_in_bytes(parts)), strict=True):
             if part.numel():
-                # Viewing bytes as a wider dtype needs them aligned: copy.
-                part.copy_(piece.clone().view(part.dtype).view(part.shape))
+                # Viewing bytes as a wider dtype needs them aligned.
+                if piece.storage_offset() % part.element_size():
+                    piece = piece.clone()
+                part.copy_(piece.view(part.dtype).view(part.shape))
+
+
+def as_one(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return as bytes the memory of contiguous tensors that follow each other in one storage."""
+    if not parts:
+        return None
+    first = parts[0]
+    storage = first.untyped_storage()
+    base, end = storage.data_ptr(), first.data_ptr()
+    if not end:
+        return None
+    for part in parts:
+        if (
+            part.data_ptr() != end
+            or dense(part) is not part
+            or part.untyped_storage().data_ptr() != base
+        ):
+            return None
+        end += part.numel() * part.element_size()
+    whole = torch.empty(0, dtype=torch.uint8)
+    whole.set_(storage, first.data_ptr() - base, (end - first.data_ptr(),), (1,))
+    return whole
 
 
 def divide(total: torch.Tensor, divisor: int) -> None:

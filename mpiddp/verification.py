@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from mpiddp.process_group import ProcessGroup
@@ -49,7 +50,7 @@ def verify_equal_models(
     digest = hashlib.sha256(pickle.dumps(items)).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     digests = torch.empty(process_group.size() * own.numel(), dtype=torch.uint8)
-    process_group.all_gather_single(digests, own)
+    dist.all_gather_single(digests, own, group=process_group)
     if (digests.view(process_group.size(), -1) == own).all():
         # The same on this rank as on all others, hence the same on all.
         return

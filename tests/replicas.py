@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from torch import Tensor, nn
@@ -59,10 +60,10 @@ def together() -> Iterator[None]:
 
     A rank that fails alone leaves the others waiting, and draws other examples than they do.
     """
-    failure: Exception | None = None
+    failure: BaseException | None = None
     try:
         yield
-    except Exception as error:
+    except (Exception, pytest.fail.Exception) as error:  # the latter: nothing was raised
         failure = error
     verdicts = gather(failure and f"{type(failure).__name__}: {failure}")
     if failure is not None:

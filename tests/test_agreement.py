@@ -76,9 +76,9 @@ MISMATCHES: dict[str, tuple[Call, str, Call, str]] = {
     ),
     "size to gather": (
         lambda group: group.all_gather_single(torch.ones(3 * size()), torch.ones(3)),
-        "all_gather_single of float32 (3,)",
+        "all_gather of float32 (3,)",
         lambda group: group.all_gather_single(torch.ones(2 * size()), torch.ones(2)),
-        "all_gather_single of float32 (2,)",
+        "all_gather of float32 (2,)",
     ),
 }
 

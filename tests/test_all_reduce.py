@@ -68,7 +68,7 @@ class TestAllReduce:
             tensor = make(dtype, rank())
             options = dist.AllreduceOptions()
             options.reduceOp = op
-            group().allreduce([tensor], options)
+            group().allreduce([tensor], options).wait()
             assert_same_bits(tensor, reference(dtype, op, size()))
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
@@ -163,7 +163,7 @@ class TestAllReduce:
 
     def test_conjugated_and_negated(self) -> None:
         conjugated = make(torch.complex64, rank()).conj()
-        group().allreduce([conjugated])
+        group().allreduce([conjugated]).wait()
         expected = reference(torch.complex64, Op.SUM, size()).conj()
         # Equal, not of equal bits: the sign of a zero depends on when one conjugates.
         assert torch.equal(conjugated, expected)

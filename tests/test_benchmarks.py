@@ -70,6 +70,50 @@ def test_exposed_time_is_not_far_off(tmp_path: Path) -> None:
     assert f"{model}, 2 ranks" in report
 
 
+def test_collectives_agree_and_none_is_far_slower_than_gloo(tmp_path: Path) -> None:
+    printed, written = measure(
+        "collectives.py", 2, tmp_path / "results.json", "--seconds", 5, "--sizes", 8, 1 << 20
+    )
+    records = written["collectives"]
+    names = importlib.import_module("names")
+    cells = {(record["collective"], record["bytes"]) for record in records}
+    assert len(cells) == len(records) == 2 * 13 - 1  # one barrier
+    for record in records:
+        samples = record["seconds"]
+        assert set(samples) == {names.OURS, names.BARE, names.BLOCKING, names.GLOO_GROUP}
+        assert len({len(each) for each in samples.values()}) == 1
+        ratio = measuring().ratio(samples[names.OURS], samples[names.GLOO_GROUP])
+        where = (record["collective"], record["bytes"])
+        assert ratio is not None, where
+        assert ratio[1] < FAR_OFF, f"{where}: {ratio} times Gloo's time\n{printed}"
+    report = importlib.import_module("goals").report(written)
+    assert "bare MPI call" in report
+
+
+def test_overlap_is_measured(tmp_path: Path) -> None:
+    printed, written = measure("overlap.py", 2, tmp_path / "results.json", "--mb", 1, "--rounds", 3)
+    (record,) = written["overlap"]
+    assert all(len(part) == 3 for parts in record["seconds"].values() for part in parts.values())
+    assert "both / sum" in printed
+
+
+def test_goals_of_collectives_name_what_is_missed() -> None:
+    goals = importlib.import_module("goals")
+
+    def verdict(nbytes: int, ours: float, bare: float, gloo: float) -> str:
+        seconds = {"mpiddp": [ours] * 3, "bare": [bare] * 3, "Gloo": [gloo] * 3}
+        record = {"collective": "reduce", "bytes": nbytes, "ranks": 2, "seconds": seconds}
+        found: str = goals.collective_verdict(record)
+        return found
+
+    assert verdict(8, 20e-6, 6e-6, 1.0) == ""
+    assert verdict(8, 22e-6, 6e-6, 1.0) == "bare"
+    assert verdict(8, 22e-6, 6e-6, 21e-6) == "bare, Gloo"
+    assert verdict(1 << 20, 1.09, 1.0, 2.0) == ""
+    assert verdict(1 << 20, 1.11, 1.0, 2.0) == "bare"
+    assert verdict(1 << 20, 1.05, 1.0, 1.04) == "Gloo"
+
+
 LIMIT = """
 import torch
 from limit import Limit

@@ -216,7 +216,7 @@ def test_error_of_mpi_is_raised_where_backward_waits(tmp_path: Path) -> None:
         model = torch.nn.Linear(1000, 10 if rank == 0 or not open_mpi else 5)
         wrapped = DDP(model, init_sync=False, transport="mpi")
         if not open_mpi:
-            wrapped.process_group._channels[0].communicator.Free()
+            wrapped.process_group.gradient_queues._channels[0].communicator.Free()
         inputs = torch.ones(2, 1000, requires_grad=True)
         try:
             wrapped(Pause.apply(inputs)).sum().backward()

@@ -70,7 +70,7 @@ class TestBroadcast:
         options = dist.BroadcastOptions()
         options.rootRank = size() - 1
         conjugated = make(torch.complex64, rank()).conj()
-        group().broadcast([conjugated], options)
+        group().broadcast([conjugated], options).wait()
         assert_same_bits(conjugated, make(torch.complex64, size() - 1).conj())
         negated = make(torch.complex64, rank()).conj().imag
         assert negated.is_neg()
@@ -139,7 +139,7 @@ class TestAllGather:
 
     def test_single_tensor_that_is_not_contiguous(self) -> None:
         output = torch.zeros(3, 2 * size()).t()[::2]
-        group().all_gather_single(output, make(torch.float32, rank(), 3))
+        group().all_gather_single(output, make(torch.float32, rank(), 3)).wait()
         expected = [make(torch.float32, seed, 3) for seed in range(size())]
         assert_same_bits(output, torch.stack(expected))
 
@@ -358,7 +358,7 @@ class TestGatherAndScatter:
         options = dist.ScatterOptions()
         grown = torch.empty(rank())
         parts = [make(torch.float32, seed, seed) for seed in range(size())]
-        group().scatter([grown], [parts] if rank() == 0 else [], options)
+        group().scatter([grown], [parts] if rank() == 0 else [], options).wait()
         assert_same_bits(grown, parts[rank()])
 
     def test_wrong_number(self) -> None:
@@ -367,7 +367,9 @@ class TestGatherAndScatter:
                 lambda: dist.gather(torch.ones(1), [torch.ones(1)] * (size() + 1)),
                 lambda: dist.scatter(torch.ones(1), [torch.ones(1)] * (size() + 1)),
             ):
-                with pytest.raises(ValueError, match=rf"needs {size()} tensors, .* {size() + 1}"):
+                with pytest.raises(
+                    ValueError, match=rf"needs {size()} .* tensors, .* {size() + 1}"
+                ):
                     call()
 
 
@@ -405,13 +407,3 @@ class TestTimeout:
         part.set_timeout(timedelta(seconds=0.3))
         assert part.timeout == timedelta(seconds=0.3)
         dist.destroy_process_group(part)
-
-
-def test_what_is_not_offered_says_so() -> None:
-    """Collectives that DDP does not need fail on every rank at once, and hang nobody."""
-    for call in (
-        lambda: dist.reduce(torch.ones(1), 0),
-        lambda: dist.all_to_all_single(torch.ones(size()), torch.ones(size())),
-    ):
-        with pytest.raises((RuntimeError, NotImplementedError)):  # torch raises either
-            call()

@@ -82,7 +82,7 @@ class TestMissingRanks:
 
     def test_called_with_something_else(self, part: "ProcessGroup") -> None:
         """On one rank the collective was another: the counts are equal and nobody is missing."""
-        part.entered, part.last = 5, ("barrier", "", None, (), 0)
+        part.entered, part.last = 5, ("barrier", None, None, (), 0)
         if rank() == 1:
             part.last = ("broadcast", "root 0", torch.float32, (3,), 1)
         until_all_are_here()
@@ -95,7 +95,7 @@ class TestMissingRanks:
             )
         until_all_are_here()
         if rank() == 1:
-            part.last = ("barrier", "", None, (), 0)
+            part.last = ("barrier", None, None, (), 0)
         until_all_are_here()
         assert part.roll_call.explain(part).startswith("All ranks have called it")
         until_all_are_here()

@@ -1,4 +1,4 @@
-"""What a rank says about a collective that it has entered: a tuple, made into words when asked.
+"""What a rank says about a collective that it has called: a tuple, made into words when asked.
 
 The tuple holds no tensor, whose memory would live as long as it.
 """
@@ -10,21 +10,14 @@ from typing import TypeAlias
 
 import torch
 
-__all__ = [
-    "Operation",
-    "describe",
-    "describe_call",
-    "describe_dtype",
-    "operation",
-    "ranks_in_words",
-]
+__all__ = ["Call", "call_of", "describe", "describe_call", "describe_dtype", "ranks_in_words"]
 
-# The name as torch.distributed's function has it; what it does, such as "SUM" or "root 1"; dtype
-# and shape of the first tensor, and the number of tensors.
-Operation: TypeAlias = tuple[str, str, torch.dtype | None, Sequence[int], int]
+# The name as torch.distributed's function has it; what else matters: a ReduceOp, a root, a tuple
+# of these, or None; dtype and shape of the first tensor, and the number of tensors.
+Call: TypeAlias = tuple[str, object, torch.dtype | None, Sequence[int], int]
 
 
-def operation(name: str, detail: str, tensors: Sequence[torch.Tensor]) -> Operation:
+def call_of(name: str, detail: object, tensors: Sequence[torch.Tensor]) -> Call:
     """Return what `describe` makes words of. Not collective."""
     if not tensors:
         return name, detail, None, (), 0
@@ -32,9 +25,9 @@ def operation(name: str, detail: str, tensors: Sequence[torch.Tensor]) -> Operat
     return name, detail, first.dtype, first.shape, len(tensors)
 
 
-def describe(entered: Operation) -> str:
+def describe(call: Call) -> str:
     """Return words such as "all_reduce(SUM) of float32 (3, 4)". Not collective."""
-    name, detail, dtype, shape, count = entered
+    name, detail, dtype, shape, count = call
     text = describe_call(name, detail)
     if dtype is not None:
         text += f" of {describe_dtype(dtype)} {tuple(shape)}"
@@ -43,9 +36,19 @@ def describe(entered: Operation) -> str:
     return text
 
 
-def describe_call(name: str, detail: str) -> str:
-    """Return words such as "all_reduce(SUM)". Not collective."""
-    return f"{name}({detail})" if detail else name
+def describe_call(name: str, detail: object) -> str:
+    """Return words such as "all_reduce(SUM)" or "reduce(SUM, root 1)". Not collective."""
+    if detail is None:
+        return name
+    details = detail if isinstance(detail, tuple) else (detail,)
+    return f"{name}({', '.join(map(_describe_detail, details))})"
+
+
+def _describe_detail(detail: object) -> str:
+    if isinstance(detail, int):
+        return f"root {detail}"
+    kind = getattr(detail, "op", detail)
+    return str(getattr(kind, "name", kind))
 
 
 def describe_dtype(dtype: torch.dtype) -> str:

@@ -1,0 +1,85 @@
+"""The engine's queues for the gradients of the modules of one process group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch._C._distributed_c10d import AllreduceOptions
+
+from mpiddp.transport import open_channel
+
+if TYPE_CHECKING:
+    from mpiddp.engine import Channel
+    from mpiddp.process_group import ProcessGroup
+
+
+class GradientQueues:
+    """Lends queues, each with a communicator of its own, to the reducers of a process group.
+
+    Communicators are a limited resource and may only be freed together, while reducers are
+    garbage-collected at a different time on each rank: so queues are kept and lent again, and the
+    ranks agree on one that is idle on all of them.
+
+    Args:
+        group: the process group, whose communicator is duplicated for each queue.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._channels: list[Channel] = []
+        self._transports: list[str] = []
+        self._lent: set[int] = set()
+
+    def lend(self, transport: str) -> Channel:
+        """Return a queue over `transport`. Collective.
+
+        Args:
+            transport: one of `mpiddp.transport.TRANSPORTS`, the same on all ranks.
+        """
+        free = torch.ones(len(self._channels), dtype=torch.uint8)
+        for index, channel in enumerate(self._channels):
+            free[index] = (
+                index not in self._lent and channel.idle and self._transports[index] == transport
+            )
+        if len(self._channels):
+            opts = AllreduceOptions()
+            opts.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+            opts.asyncOp = False
+            self._group.allreduce([free], opts)
+        candidates = free.nonzero().flatten().tolist()
+        if candidates:
+            index = candidates[0]
+        else:
+            index = len(self._channels)
+            self._channels.append(self._open(transport))
+            self._transports.append(transport)
+        self._lent.add(index)
+        return self._channels[index]
+
+    def take_back(self, channel: Channel) -> None:
+        """Let a queue be lent again. Not collective."""
+        if channel in self._channels:
+            self._lent.discard(self._channels.index(channel))
+
+    def free(self) -> None:
+        """Free the communicators of the queues that are idle. Collective."""
+        for channel in self._channels:
+            if channel.idle and channel.communicator is not None:
+                channel.engine.close_channel(channel)
+                if channel.transport is not None:
+                    channel.transport.free()
+                channel.communicator.Free()
+        self._channels.clear()
+
+    def forget(self) -> None:
+        """Make `free` do nothing. Not collective."""
+        self._channels.clear()
+
+    def _open(self, transport: str) -> Channel:
+        communicator = self._group.communicator.Dup()
+        communicator.Set_errhandler(MPI.ERRORS_RETURN)
+        communicator.Set_name(f"mpiddp gradients {len(self._channels)}")
+        return open_channel(self._group.engine, communicator, transport)
