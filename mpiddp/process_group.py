@@ -564,8 +564,13 @@ class ProcessGroup(dist.ProcessGroup):
             if tensors is not None:
                 self._enter(name, tensors, detail)
                 number = self.entered
-                if self._checked:
-                    same = tensors if compared is None else list(compared)
+                same = tensors if compared is None or not self._checked else list(compared)
+                lists = [
+                    *(elements or ()),
+                    *([] if same is tensors else [same[:: len(tensors) or 1]]),
+                ]
+                # A list of a wrong length is this rank's own error, which the operation raises.
+                if self._checked and all(len(one) == self.size() for one in lists):
                     agreement.check(self, name, detail, same, elements is not None, elements)
             pending = next(operation)
         waited = pending if isinstance(pending, list) else [pending]

@@ -280,8 +280,8 @@ def _in_words(
         )
     if not told:
         return (
-            "All ranks have called it, so a rank in it or the connection between them may have "
-            "failed"
+            "All ranks have called it: one may have given up waiting before, or it or the "
+            "connection has failed"
         )
     text = "; ".join(told)
     return text[0].upper() + text[1:]
