@@ -376,7 +376,10 @@ class TestGatherAndScatter:
 @pytest.mark.mpi(min_size=2)
 class TestTimeout:
     @pytest.mark.parametrize("name", ["all_reduce", "barrier"])
-    def test_rank_that_comes_late(self, name: str) -> None:
+    def test_rank_that_comes_late(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        from mpiddp import roll_call
+
+        monkeypatch.setattr(roll_call, "_PERIOD", 0.03)
         part = dist.new_group(timeout=timedelta(seconds=0.4))
 
         def call() -> None:
