@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,21 +19,21 @@ from mpi4py import MPI
 from mpiddp.calls import describe_call, describe_dtype, ranks_in_words
 
 if TYPE_CHECKING:
-    from mpiddp.process_group import ProcessGroup
+    from mpiddp.operating_group import OperatingGroup
 
-__all__ = ["check"]
+__all__ = ["by_rank", "by_rows", "check", "for_one"]
 
 # How many tensors of a call, and how many different calls, are told.
 _SHOWN = 4
 
 
 def check(
-    group: ProcessGroup,
+    group: OperatingGroup,
     name: str,
     detail: object,
     tensors: Sequence[torch.Tensor],
-    may_differ: bool = False,
-    elements: tuple[Sequence[int], Sequence[int]] | None = None,
+    compared: Callable[[], Iterable[torch.Tensor]] | None = None,
+    elements: Callable[[], tuple[Sequence[int], Sequence[int]]] | None = None,
 ) -> None:
     """Raise on all ranks if they don't call the same collective of `group`.
 
@@ -43,19 +43,27 @@ def check(
         group: nothing else is under way in its communicator that other ranks have not entered.
         name: what is called, such as "all_reduce".
         detail: what else must be the same on all ranks: a ReduceOp, a root, or both.
-        tensors: those whose dtypes and shapes must be the same on all ranks, in order.
-        may_differ: the shapes, and the number of tensors, may differ over ranks.
-        elements: how many elements this rank sends to and expects from each, where what two
-            ranks say of the same message must fit together.
+        tensors: what it was called with.
+        compared: returns those whose dtypes and shapes must be the same on all ranks, in order,
+            one or several a rank; None: `tensors`.
+        elements: returns how many elements this rank sends to and expects from each, where what
+            two ranks say of the same message must fit together; then shapes may differ.
 
     Raises:
         RuntimeError: it names ranks and what they called; or a rank did not come in time.
     """
     call = describe_call(name, detail)
-    if may_differ:
-        own = [describe_dtype(tensors[0].dtype)] if tensors else []
+    same = tensors if compared is None else list(compared())
+    sizes = None if elements is None else elements()
+    # A list of a wrong length is this rank's own error, which the operation raises.
+    if compared is not None and len(same) != group.size() * len(tensors):
+        return
+    if sizes is not None and any(len(each) != group.size() for each in sizes):
+        return
+    if sizes is not None:
+        own = [describe_dtype(same[0].dtype)] if same else []
     else:
-        own = [f"{describe_dtype(tensor.dtype)} {tuple(tensor.shape)}" for tensor in tensors]
+        own = [f"{describe_dtype(tensor.dtype)} {tuple(tensor.shape)}" for tensor in same]
     told = json.dumps([call, own])
     if not _all_equal(group, name, told):
         calls = [json.loads(text) for text in _all_texts(group, name, told)]
@@ -63,8 +71,8 @@ def check(
             f"the ranks of process group {group.group_name!r} call different collectives: "
             f"{_difference(group.world_ranks, calls)}. Nothing was sent."
         )
-    if elements is not None:
-        problems = _misfits(group, name, *elements)
+    if sizes is not None:
+        problems = _misfits(group, name, *sizes)
         if not _all_equal(group, name, "yes" if not problems else f"no, {group.rank()}"):
             every = [
                 problem
@@ -78,7 +86,27 @@ def check(
             )
 
 
-def _all_equal(group: ProcessGroup, name: str, text: str) -> bool:
+def for_one(group: OperatingGroup, rank: int, tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return how many elements are for or from each rank, where all are for one."""
+    total = sum(tensor.numel() for tensor in tensors)
+    return [total if other == rank else 0 for other in range(group.size())]
+
+
+def by_rank(group: OperatingGroup, lists: Sequence[Sequence[torch.Tensor]]) -> list[int]:
+    """Return how many elements are for or from each rank, by lists of one tensor a rank."""
+    if not lists:
+        return [0] * group.size()
+    return [sum(part.numel() for part in parts) for parts in zip(*lists, strict=True)]
+
+
+def by_rows(group: OperatingGroup, tensor: torch.Tensor, rows: Sequence[int]) -> list[int]:
+    """Return how many elements of a tensor are for or from each rank, by numbers of rows."""
+    if not rows:
+        return [tensor.numel() // group.size()] * group.size()
+    return [count * (tensor.numel() // max(tensor.size(0), 1)) for count in rows]
+
+
+def _all_equal(group: OperatingGroup, name: str, text: str) -> bool:
     """Return whether all ranks have the same text. Collective."""
     (digest,) = struct.unpack("<q", hashlib.blake2b(text.encode(), digest_size=8).digest())
     # The smallest, and the complement of the largest.
@@ -88,7 +116,7 @@ def _all_equal(group: ProcessGroup, name: str, text: str) -> bool:
     return bool(least[0] == ~least[1])
 
 
-def _all_texts(group: ProcessGroup, name: str, text: str) -> list[str]:
+def _all_texts(group: OperatingGroup, name: str, text: str) -> list[str]:
     """Return the texts of all ranks, by rank. Collective."""
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     length = torch.tensor([data.numel()])
@@ -105,7 +133,7 @@ def _all_texts(group: ProcessGroup, name: str, text: str) -> list[str]:
 
 
 def _misfits(
-    group: ProcessGroup, name: str, sent: Sequence[int], expected: Sequence[int]
+    group: OperatingGroup, name: str, sent: Sequence[int], expected: Sequence[int]
 ) -> list[str]:
     """Return in words what other ranks send this one other than it expects. Collective."""
     outgoing = torch.tensor(list(sent), dtype=torch.int64)

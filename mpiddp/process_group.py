@@ -11,8 +11,7 @@ Note [An operation is a generator] says.
 from __future__ import annotations
 
 import pickle
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,37 +25,32 @@ from torch._C._distributed_c10d import (
     AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
-    DebugLevel,
     GatherOptions,
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
     Store,
-    get_debug_level,
 )
 from torch._C._distributed_c10d import Work as TorchWork
 
-from mpiddp import agreement, data_movement, messages, reductions
+from mpiddp import data_movement, messages, reductions
 from mpiddp.abort import abort_job
-from mpiddp.calls import Call, call_of
+from mpiddp.agreement import by_rank, by_rows, for_one
 from mpiddp.compilation import run_as_it_is
 from mpiddp.completion import Completion
-from mpiddp.engine import Channel, Engine
+from mpiddp.engine import Channel
 from mpiddp.gradient_queues import GradientQueues
 from mpiddp.monitored_barrier import MonitoredBarrier
-from mpiddp.requests import Pending, Requests
-from mpiddp.roll_call import RollCall
+from mpiddp.operating_group import OperatingGroup
+from mpiddp.requests import Requests
 from mpiddp.state_broadcast import StateBroadcast
-from mpiddp.work import COMPLETED, CompletedWork, Operation, Work
+from mpiddp.work import Operation
 
 Result = TypeVar("Result")
 
-# Memory that MPI may still write to after a time limit was reached.
-_abandoned: list[object] = []
-
 
 @run_as_it_is
-class ProcessGroup(dist.ProcessGroup):
+class ProcessGroup(OperatingGroup):
     """The ranks of one communicator, as torch.distributed sees them.
 
     Collective over `communicator`.
@@ -77,57 +71,17 @@ class ProcessGroup(dist.ProcessGroup):
         timeout: timedelta,
         store: Store | None = None,
     ) -> None:
-        super().__init__(communicator.Get_rank(), communicator.Get_size())  # type: ignore[call-arg]
-        self._rank, self._size = communicator.Get_rank(), communicator.Get_size()
-        self.communicator: MPI.Intracomm = communicator
-        self.engine: Engine = requests.engine
-        self.completion = completion
-        self.timeout = timeout
-        # How many collectives this rank has called, and the last: for those who miss it.
-        self.entered = 0
-        self.last: Call | None = None
-        self.roll_call: RollCall | None = None
-        # Its ranks' ranks in the world.
-        self.world_ranks: tuple[int, ...] = tuple(range(self.size()))
+        super().__init__(communicator, requests, completion, timeout)
         self.gradient_queues = GradientQueues(self)
-        self._requests = requests
         self._store = store
-        # MPI wants one thread at a time to start operations on a communicator.
-        self._starting = threading.Lock()
-        # Works that the caller may have forgotten while MPI uses their memory.
-        self._under_way: list[Work] = []
-        self._sweep_at = 16
-        self._together: list[Work] | None = None
         self._state_broadcast: StateBroadcast | None = None
         self._monitored_barrier: MonitoredBarrier | None = None
-        # As torch wraps other backends: where the setting was made before the group.
-        self._checked = get_debug_level() == DebugLevel.DETAIL
-        self._name = ""
-        communicator.Set_name("mpiddp")
 
     # What torch.distributed asks about the group.
-
-    # Asked for many times an operation; torch's own take two microseconds each.
-
-    def rank(self) -> int:
-        """Return this rank's number in the group. Not collective."""
-        return self._rank
-
-    def size(self) -> int:
-        """Return the number of ranks in the group. Not collective."""
-        return self._size
 
     def getBackendName(self) -> str:
         """Return "mpiddp". Not collective."""
         return "mpiddp"
-
-    @property
-    def group_name(self) -> str:
-        """The name that torch.distributed gave to this group."""
-        return self._name
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -157,21 +111,17 @@ class ProcessGroup(dist.ProcessGroup):
 
         Collective. Harmless when called twice.
         """
-        self._sweep()
-        _abandoned.extend(self._under_way)
-        self._under_way.clear()
         self.gradient_queues.free()
         if self._state_broadcast is not None:
             self._state_broadcast.free()
             self._state_broadcast = None
-        if self.communicator != MPI.COMM_NULL:
-            self.communicator.Free()
+        super().shutdown()
 
     def forget_communicators(self) -> None:
         """Make shutdown free nothing, for an exit that is not collective. Not collective."""
         self.gradient_queues.forget()
         self._state_broadcast = None
-        self.communicator = MPI.Intracomm()
+        super().forget_communicators()
 
     def abort(self) -> None:
         """End every rank of the job, as MPI_Abort does. Not collective."""
@@ -234,7 +184,12 @@ class ProcessGroup(dist.ProcessGroup):
         """
         operation = reductions.reduce_scatter(self, outputs, inputs, opts.reduceOp)
         return self._start(
-            "reduce_scatter", operation, opts, outputs, opts.reduceOp, compared=_flat(inputs)
+            "reduce_scatter",
+            operation,
+            opts,
+            outputs,
+            opts.reduceOp,
+            compared=lambda: _flat(inputs),
         )
 
     def reduce_scatter_single(
@@ -289,7 +244,7 @@ class ProcessGroup(dist.ProcessGroup):
             ValueError: a list has not one tensor a rank, or this rank's differs from its input.
         """
         operation = data_movement.all_gather(self, outputs, inputs)
-        return self._start("all_gather", operation, opts, inputs, compared=_flat(outputs))
+        return self._start("all_gather", operation, opts, inputs, compared=lambda: _flat(outputs))
 
     def allgather_coalesced(
         self,
@@ -341,10 +296,15 @@ class ProcessGroup(dist.ProcessGroup):
             ValueError: the list on ``opts.rootRank`` has not one tensor a rank.
         """
         operation = data_movement.gather(self, outputs, inputs, opts.rootRank)
-        sizes = (
-            (self._only(opts.rootRank, inputs), self._by_rank(outputs)) if self._checked else None
+        root = opts.rootRank
+        return self._start(
+            "gather",
+            operation,
+            opts,
+            inputs,
+            root,
+            elements=lambda: (for_one(self, root, inputs), by_rank(self, outputs)),
         )
-        return self._start("gather", operation, opts, inputs, opts.rootRank, elements=sizes)
 
     def scatter(
         self,
@@ -360,10 +320,15 @@ class ProcessGroup(dist.ProcessGroup):
             ValueError: the list on ``opts.rootRank`` has not one tensor a rank.
         """
         operation = data_movement.scatter(self, outputs, inputs, opts.rootRank)
-        sizes = (
-            (self._by_rank(inputs), self._only(opts.rootRank, outputs)) if self._checked else None
+        root = opts.rootRank
+        return self._start(
+            "scatter",
+            operation,
+            opts,
+            outputs,
+            root,
+            elements=lambda: (by_rank(self, inputs), for_one(self, root, outputs)),
         )
-        return self._start("scatter", operation, opts, outputs, opts.rootRank, elements=sizes)
 
     def alltoall(
         self,
@@ -379,8 +344,13 @@ class ProcessGroup(dist.ProcessGroup):
             ValueError: a list has not one tensor a rank.
         """
         operation = data_movement.all_to_all(self, outputs, inputs)
-        sizes = (self._by_rank([inputs]), self._by_rank([outputs])) if self._checked else None
-        return self._start("all_to_all", operation, opts, inputs, elements=sizes)
+        return self._start(
+            "all_to_all",
+            operation,
+            opts,
+            inputs,
+            elements=lambda: (by_rank(self, [inputs]), by_rank(self, [outputs])),
+        )
 
     def all_to_all_single(
         self,
@@ -401,13 +371,16 @@ class ProcessGroup(dist.ProcessGroup):
         operation = data_movement.all_to_all_single(
             self, output, input, output_split_sizes, input_split_sizes
         )
-        sizes = None
-        if self._checked:
-            sizes = (
-                self._split(input, input_split_sizes),
-                self._split(output, output_split_sizes),
-            )
-        return self._start("all_to_all", operation, opts, [input], elements=sizes)
+        return self._start(
+            "all_to_all",
+            operation,
+            opts,
+            [input],
+            elements=lambda: (
+                by_rows(self, input, input_split_sizes),
+                by_rows(self, output, output_split_sizes),
+            ),
+        )
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
@@ -461,22 +434,6 @@ class ProcessGroup(dist.ProcessGroup):
         """
         return self._start("recv", messages.receive(self, tensors, messages.ANY_SOURCE, tag))
 
-    # Several operations as one.
-
-    def _start_coalescing(self, device: torch.device | None = None) -> None:
-        """Collect what is started from now on into one Work. Not collective."""
-        self._together = []
-
-    def _end_coalescing(self, device: torch.device | None = None) -> TorchWork:
-        """Return a Work of all that was started since `_start_coalescing`. Not collective."""
-        together, self._together = self._together or [], None
-        operation = _each(together)
-        pending = next(operation)
-        assert isinstance(pending, list)
-        seconds = self.timeout.total_seconds()
-        number = max((work.number for work in together), default=0)
-        return Work(self, "coalesced", operation, pending, seconds, number)
-
     # For the rest of mpiddp.
 
     def allgather_objects(self, value: Result) -> list[Result]:
@@ -508,148 +465,6 @@ class ProcessGroup(dist.ProcessGroup):
         """Give a queue for gradients back. Not collective."""
         self.gradient_queues.take_back(channel)
 
-    def pending(self, request: MPI.Request, call: str, *memory: object) -> Pending:
-        """Return what an operation yields for a request that MPI function `call` has made.
-
-        Not collective. `memory` is kept until the request has ended.
-        """
-        return Pending(self._requests, request, self.communicator, call, memory)
-
-    def wait_for(self, request: MPI.Request, call: str, name: str, *memory: torch.Tensor) -> None:
-        """Wait for what the MPI function `call` began, as a part of the operation `name`.
-
-        Not collective.
-
-        Raises:
-            RuntimeError: other ranks did not come within the group's timeout.
-        """
-        pending = self.pending(request, call, *memory)
-        seconds = self.timeout.total_seconds()
-        if not pending.wait(seconds):
-            self.abandon(pending)
-            raise self.timed_out(name, seconds)
-
-    def abandon(self, *memory: object) -> None:
-        """Keep memory that MPI may still use though nobody waits any more. Not collective."""
-        _abandoned.append(memory)
-
-    def timed_out(self, name: str, seconds: float, number: int | None = None) -> RuntimeError:
-        """Return the error of an operation `name` that waited in vain; it may take seconds.
-
-        Not collective. `number` is which of this group's collectives; None: the last, 0: none.
-        """
-        missing = (
-            self.explain_missing(number)
-            if number != 0
-            else "Has the other rank called its part, and is it still alive?"
-        )
-        return RuntimeError(
-            f"rank {self.rank()} of {self.size()}: {name} on process group "
-            f"{self.group_name or 'world'!r} has waited {seconds:g} s for other ranks. "
-            f"{missing}"
-        )
-
-    def explain_missing(self, number: int | None = None) -> str:
-        """Return which ranks keep a collective waiting; it may take seconds. Not collective."""
-        if self.roll_call is None:
-            return "Did all ranks call it, in the same order, and are they still alive?"
-        return f"{self.roll_call.explain(self, number)}."
-
-    # Within.
-
-    def _enter(
-        self, name: str, tensors: Sequence[torch.Tensor] = (), detail: object = None
-    ) -> None:
-        """Count a collective."""
-        self.entered += 1
-        self.last = call_of(name, detail, tensors)
-
-    def _start(
-        self,
-        name: str,
-        operation: Operation,
-        opts: Any = None,
-        tensors: Sequence[torch.Tensor] | None = None,
-        detail: object = None,
-        compared: Iterable[torch.Tensor] | None = None,
-        elements: tuple[Sequence[int], Sequence[int]] | None = None,
-    ) -> TorchWork:
-        """Run an operation up to its end, or if it is asynchronous up to MPI's first calls.
-
-        What follows `opts` is what other ranks must agree with, see `agreement.check`; `tensors`
-        is None for a message, which is not compared nor counted.
-        """
-        number = 0
-        with self._starting:
-            if tensors is not None:
-                self._enter(name, tensors, detail)
-                number = self.entered
-                same = tensors if compared is None or not self._checked else list(compared)
-                lists = [
-                    *(elements or ()),
-                    *([] if same is tensors else [same[:: len(tensors) or 1]]),
-                ]
-                # A list of a wrong length is this rank's own error, which the operation raises.
-                if self._checked and all(len(one) == self.size() for one in lists):
-                    agreement.check(self, name, detail, same, elements is not None, elements)
-            pending = next(operation)
-        waited = pending if isinstance(pending, list) else [pending]
-        seconds = self._limit(opts)
-        if opts is not None and not opts.asyncOp and self._together is None:
-            return self._finish(name, operation, waited, seconds, number)
-        work = Work(self, name, operation, waited, seconds, number)
-        for each in waited:
-            self._requests.submit(each)
-        self._under_way.append(work)
-        if len(self._under_way) > self._sweep_at:
-            self._sweep()
-        if self._together is not None:
-            self._together.append(work)
-        return work
-
-    def _finish(
-        self,
-        name: str,
-        operation: Operation,
-        waited: list[Pending],
-        seconds: float,
-        number: int,
-    ) -> CompletedWork:
-        for pending in waited:
-            try:
-                in_time = pending.wait(seconds)
-            except BaseException:
-                self.abandon(operation, waited)
-                raise
-            if not in_time:
-                self.abandon(operation, waited)
-                raise self.timed_out(name, seconds, number)
-        for _ in operation:
-            raise AssertionError(f"{name} has a second step")
-        return COMPLETED
-
-    def _only(self, rank: int, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Return how many elements go to or come from each rank where all are for one."""
-        total = sum(tensor.numel() for tensor in tensors)
-        return [total if other == rank else 0 for other in range(self.size())]
-
-    def _by_rank(self, lists: Sequence[Sequence[torch.Tensor]]) -> list[int]:
-        """Return how many elements go to or come from each rank, by lists of one tensor a rank."""
-        if not lists:
-            return [0] * self.size()
-        return [sum(part.numel() for part in parts) for parts in zip(*lists, strict=True)]
-
-    def _split(self, tensor: torch.Tensor, rows: Sequence[int]) -> list[int]:
-        """Return how many elements of a tensor go to or come from each rank."""
-        if not rows:
-            return [tensor.numel() // self.size()] * self.size()
-        return [count * (tensor.numel() // max(tensor.size(0), 1)) for count in rows]
-
-    def _sweep(self) -> None:
-        """Forget the works that are over."""
-        self._under_way = [work for work in self._under_way if not work.end_if_due()]
-        self._sweep_at = 16 + 2 * len(self._under_way)
-
     def _all_reduce_some_sparse(
         self, tensors: list[torch.Tensor], op: dist.ReduceOp, opts: AllreduceOptions | None
     ) -> TorchWork:
@@ -662,21 +477,6 @@ class ProcessGroup(dist.ProcessGroup):
                 else:
                     self.allreduce([tensor], opts).wait()
         return self._start("all_reduce", _nothing(tensors), opts, ())
-
-    def _limit(self, opts: Any) -> float:
-        """Return the time limit in seconds: the call's own, or the group's."""
-        own = getattr(opts, "timeout", None)
-        # torch marks "not given" by a negative time.
-        limit = own if own is not None and own > timedelta(0) else self.timeout
-        return float(limit.total_seconds())
-
-
-def _each(works: list[Work]) -> Operation:
-    """Wait for several works that were started already."""
-    yield [pending for work in works for pending in work.pending]
-    for work in works:
-        work.wait()
-    return [tensor for work in works for tensor in work.result()]
 
 
 def _flat(lists: Sequence[Sequence[torch.Tensor]]) -> Iterator[torch.Tensor]:

@@ -29,7 +29,7 @@ from mpiddp.calls import describe, ranks_in_words
 from mpiddp.transport import PROGRESS_THREAD_VARIABLE
 
 if TYPE_CHECKING:
-    from mpiddp.process_group import ProcessGroup
+    from mpiddp.operating_group import OperatingGroup
 
 __all__ = ["RollCall"]
 
@@ -72,7 +72,7 @@ class RollCall:
     """
 
     def __init__(self, communicator: MPI.Intracomm, threaded: bool) -> None:
-        self._groups: list[weakref.ref[ProcessGroup]] = []
+        self._groups: list[weakref.ref[OperatingGroup]] = []
         self._asking = threading.Lock()
         self._numbers = itertools.count(1)
         self._ending = threading.Event()
@@ -96,7 +96,7 @@ class RollCall:
         )
         self._thread.start()
 
-    def add(self, group: ProcessGroup) -> None:
+    def add(self, group: OperatingGroup) -> None:
         """Answer for `group` from now on, as long as it lives. Not collective.
 
         It counts the collectives it enters in ``entered`` and keeps the last in ``last``.
@@ -119,7 +119,7 @@ class RollCall:
             self._communicator.Free()
             self._communicator = None
 
-    def explain(self, group: ProcessGroup, number: int | None = None) -> str:
+    def explain(self, group: OperatingGroup, number: int | None = None) -> str:
         """Return which ranks keep a collective of `group` waiting. Not collective.
 
         Takes up to some seconds. A sentence such as "rank 2 has not called it (last called:
@@ -139,7 +139,7 @@ class RollCall:
 
     # Asking.
 
-    def _ask(self, group: ProcessGroup) -> dict[int, _Answer]:
+    def _ask(self, group: OperatingGroup) -> dict[int, _Answer]:
         """Return the answers of the group's other ranks that came in time, by rank in the group."""
         answers: dict[int, _Answer] = {}
         communicator = self._communicator
@@ -233,11 +233,11 @@ class RollCall:
         self._leaving.clear()
 
 
-def _last_of(group: ProcessGroup) -> str:
+def _last_of(group: OperatingGroup) -> str:
     return "" if group.last is None else describe(group.last)
 
 
-def _digest(group: ProcessGroup) -> bytes:
+def _digest(group: OperatingGroup) -> bytes:
     """Return what the members of `group` call it among themselves."""
     text = f"{group.group_name}\n{','.join(map(str, group.world_ranks))}"
     return hashlib.blake2b(text.encode(), digest_size=16).digest()

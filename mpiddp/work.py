@@ -34,7 +34,7 @@ import torch
 from torch._C._distributed_c10d import Work as TorchWork
 
 if TYPE_CHECKING:
-    from mpiddp.process_group import ProcessGroup
+    from mpiddp.operating_group import OperatingGroup
     from mpiddp.requests import Pending
 
 Operation = Generator["Pending | list[Pending]", None, Any]
@@ -58,7 +58,7 @@ class Work(TorchWork):
 
     def __init__(
         self,
-        group: ProcessGroup,
+        group: OperatingGroup,
         name: str,
         operation: Operation,
         pending: list[Pending],

@@ -1,0 +1,259 @@
+"""What carries out a process group's operations: start, wait, time limits, what is under way.
+
+Which operations there are, it does not know; `mpiddp.process_group` builds torch's on it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch._C._distributed_c10d import DebugLevel, get_debug_level
+from torch._C._distributed_c10d import Work as TorchWork
+
+from mpiddp import agreement
+from mpiddp.calls import Call, call_of
+from mpiddp.compilation import run_as_it_is
+from mpiddp.completion import Completion
+from mpiddp.engine import Engine
+from mpiddp.requests import Pending, Requests
+from mpiddp.roll_call import RollCall
+from mpiddp.work import COMPLETED, CompletedWork, Operation, Work
+
+# Memory that MPI may still write to after a time limit was reached.
+_abandoned: list[object] = []
+
+
+@run_as_it_is
+class OperatingGroup(dist.ProcessGroup):
+    """The ranks of one communicator, and their operations.
+
+    Collective over `communicator`.
+
+    Args:
+        communicator: an mpi4py intracommunicator that this group owns and frees.
+        requests: those of the process.
+        completion: completes the futures of the process.
+        timeout: how long an operation may wait for other ranks.
+    """
+
+    def __init__(
+        self,
+        communicator: MPI.Intracomm,
+        requests: Requests,
+        completion: Completion,
+        timeout: timedelta,
+    ) -> None:
+        super().__init__(communicator.Get_rank(), communicator.Get_size())  # type: ignore[call-arg]
+        self._rank, self._size = communicator.Get_rank(), communicator.Get_size()
+        self.communicator: MPI.Intracomm = communicator
+        self.engine: Engine = requests.engine
+        self.completion = completion
+        self.timeout = timeout
+        # How many collectives this rank has called, and the last: for those who miss it.
+        self.entered = 0
+        self.last: Call | None = None
+        self.roll_call: RollCall | None = None
+        # Its ranks' ranks in the world.
+        self.world_ranks: tuple[int, ...] = tuple(range(self.size()))
+        self._requests = requests
+        # MPI wants one thread at a time to start operations on a communicator.
+        self._starting = threading.Lock()
+        # Works that the caller may have forgotten while MPI uses their memory.
+        self._under_way: list[Work] = []
+        self._sweep_at = 16
+        self._together: list[Work] | None = None
+        # As torch wraps other backends: where the setting was made before the group.
+        self._checked = get_debug_level() == DebugLevel.DETAIL
+        self._name = ""
+        communicator.Set_name("mpiddp")
+
+    # Asked for many times an operation; torch's own take two microseconds each.
+
+    def rank(self) -> int:
+        """Return this rank's number in the group. Not collective."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of ranks in the group. Not collective."""
+        return self._size
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]  # torch has a type of its own
+        """The name that torch.distributed gave to this group."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def shutdown(self) -> None:
+        """Free the group's communicator.
+
+        Collective. Harmless when called twice.
+        """
+        self._sweep()
+        _abandoned.extend(self._under_way)
+        self._under_way.clear()
+        if self.communicator != MPI.COMM_NULL:
+            self.communicator.Free()
+
+    def forget_communicators(self) -> None:
+        """Make shutdown free nothing, for an exit that is not collective. Not collective."""
+        self.communicator = MPI.Intracomm()
+
+    # Several operations as one.
+
+    def _start_coalescing(self, device: torch.device | None = None) -> None:
+        """Collect what is started from now on into one Work. Not collective."""
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device | None = None) -> TorchWork:
+        """Return a Work of all that was started since `_start_coalescing`. Not collective."""
+        together, self._together = self._together or [], None
+        operation = _each(together)
+        pending = next(operation)
+        assert isinstance(pending, list)
+        seconds = self.timeout.total_seconds()
+        number = max((work.number for work in together), default=0)
+        return Work(self, "coalesced", operation, pending, seconds, number)
+
+    # For what is built on it.
+
+    def pending(self, request: MPI.Request, call: str, *memory: object) -> Pending:
+        """Return what an operation yields for a request that MPI function `call` has made.
+
+        Not collective. `memory` is kept until the request has ended.
+        """
+        return Pending(self._requests, request, self.communicator, call, memory)
+
+    def wait_for(self, request: MPI.Request, call: str, name: str, *memory: torch.Tensor) -> None:
+        """Wait for what the MPI function `call` began, as a part of the operation `name`.
+
+        Not collective.
+
+        Raises:
+            RuntimeError: other ranks did not come within the group's timeout.
+        """
+        pending = self.pending(request, call, *memory)
+        seconds = self.timeout.total_seconds()
+        if not pending.wait(seconds):
+            self.abandon(pending)
+            raise self.timed_out(name, seconds)
+
+    def abandon(self, *memory: object) -> None:
+        """Keep memory that MPI may still use though nobody waits any more. Not collective."""
+        _abandoned.append(memory)
+
+    def timed_out(self, name: str, seconds: float, number: int | None = None) -> RuntimeError:
+        """Return the error of an operation `name` that waited in vain; it may take seconds.
+
+        Not collective. `number` is which of this group's collectives; None: the last, 0: none.
+        """
+        missing = (
+            self.explain_missing(number)
+            if number != 0
+            else "Has the other rank called its part, and is it still alive?"
+        )
+        return RuntimeError(
+            f"rank {self.rank()} of {self.size()}: {name} on process group "
+            f"{self.group_name or 'world'!r} has waited {seconds:g} s for other ranks. "
+            f"{missing}"
+        )
+
+    def explain_missing(self, number: int | None = None) -> str:
+        """Return which ranks keep a collective waiting; it may take seconds. Not collective."""
+        if self.roll_call is None:
+            return "Did all ranks call it, in the same order, and are they still alive?"
+        return f"{self.roll_call.explain(self, number)}."
+
+    # Within.
+
+    def _enter(
+        self, name: str, tensors: Sequence[torch.Tensor] = (), detail: object = None
+    ) -> None:
+        """Count a collective."""
+        self.entered += 1
+        self.last = call_of(name, detail, tensors)
+
+    def _start(
+        self,
+        name: str,
+        operation: Operation,
+        opts: Any = None,
+        tensors: Sequence[torch.Tensor] | None = None,
+        detail: object = None,
+        compared: Callable[[], Iterable[torch.Tensor]] | None = None,
+        elements: Callable[[], tuple[Sequence[int], Sequence[int]]] | None = None,
+    ) -> TorchWork:
+        """Run an operation up to its end, or if it is asynchronous up to MPI's first calls.
+
+        What follows `opts` is what other ranks must agree with, see `agreement.check`; `tensors`
+        is None for a message, which is not compared nor counted.
+        """
+        number = 0
+        with self._starting:
+            if tensors is not None:
+                self._enter(name, tensors, detail)
+                number = self.entered
+                if self._checked:
+                    agreement.check(self, name, detail, tensors, compared, elements)
+            pending = next(operation)
+        waited = pending if isinstance(pending, list) else [pending]
+        seconds = self._limit(opts)
+        if opts is not None and not opts.asyncOp and self._together is None:
+            return self._finish(name, operation, waited, seconds, number)
+        work = Work(self, name, operation, waited, seconds, number)
+        for each in waited:
+            self._requests.submit(each)
+        self._under_way.append(work)
+        if len(self._under_way) > self._sweep_at:
+            self._sweep()
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    def _finish(
+        self,
+        name: str,
+        operation: Operation,
+        waited: list[Pending],
+        seconds: float,
+        number: int,
+    ) -> CompletedWork:
+        for pending in waited:
+            try:
+                in_time = pending.wait(seconds)
+            except BaseException:
+                self.abandon(operation, waited)
+                raise
+            if not in_time:
+                self.abandon(operation, waited)
+                raise self.timed_out(name, seconds, number)
+        for _ in operation:
+            raise AssertionError(f"{name} has a second step")
+        return COMPLETED
+
+    def _sweep(self) -> None:
+        """Forget the works that are over."""
+        self._under_way = [work for work in self._under_way if not work.end_if_due()]
+        self._sweep_at = 16 + 2 * len(self._under_way)
+
+    def _limit(self, opts: Any) -> float:
+        """Return the time limit in seconds: the call's own, or the group's."""
+        own = getattr(opts, "timeout", None)
+        # torch marks "not given" by a negative time.
+        limit = own if own is not None and own > timedelta(0) else self.timeout
+        return float(limit.total_seconds())
+
+
+def _each(works: list[Work]) -> Operation:
+    """Wait for several works that were started already."""
+    yield [pending for work in works for pending in work.pending]
+    for work in works:
+        work.wait()
+    return [tensor for work in works for tensor in work.result()]
