@@ -66,8 +66,8 @@ class Completion:
 
     def _run(self) -> None:
         while self._take_watch():
-            for work in self._next_due():
-                work.end_if_due()
+            # In a function, so that no variable here keeps a work while this thread waits.
+            _end_all(self._next_due())
 
     def _take_watch(self) -> bool:
         """Wait until there are operations that nobody watches; return False when there are none."""
@@ -97,3 +97,8 @@ class Completion:
                     return due
                 seconds = min(work.deadline for work in self._works) - time.monotonic()
             self._requests.watch(ticket, max(seconds, 0.0))
+
+
+def _end_all(works: list[Work]) -> None:
+    for work in works:
+        work.end_if_due()

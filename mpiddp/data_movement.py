@@ -13,7 +13,7 @@ import torch
 from mpi4py import MPI
 
 from mpiddp import datatypes, messages, tensors_around_mpi
-from mpiddp.tensors_around_mpi import room_for, sizes_in_bytes, unpack
+from mpiddp.tensors_around_mpi import apart, room_for, sizes_in_bytes, unpack
 
 if TYPE_CHECKING:
     from mpiddp.process_group import ProcessGroup
@@ -86,7 +86,8 @@ def all_gather_single(
             )
         if output.dtype != tensor.dtype:
             raise ValueError(f"all_gather of {tensor.dtype} into an output of {output.dtype}")
-        source, target = tensors_around_mpi.dense(tensor), tensors_around_mpi.dense(output)
+        target = tensors_around_mpi.dense(output)
+        source = apart(tensors_around_mpi.dense(tensor), [target])
         targets.append(target)
         size = tensor.numel() * tensor.element_size()
         pending += _iallgather(group, source, target, [size] * group.size())
@@ -159,8 +160,11 @@ def all_to_all(
     """
     check_number(group, "all_to_all", "output", outputs)
     check_number(group, "all_to_all", "input", inputs)
-    sources = [tensors_around_mpi.dense(part) for part in inputs]
     targets = [tensors_around_mpi.dense(part) for part in outputs]
+    # By storages: comparing each with each takes long with many ranks.
+    written = {target.untyped_storage().data_ptr() for target in targets}
+    sources = [tensors_around_mpi.dense(part) for part in inputs]
+    sources = [s.clone() if s.untyped_storage().data_ptr() in written else s for s in sources]
     yield messages.exchange(group, sources, targets)
     for target, part in zip(targets, outputs, strict=True):
         tensors_around_mpi.write_back(target, part)
@@ -191,7 +195,8 @@ def all_to_all_single(
         raise TypeError(f"all_to_all of {tensor.dtype} into an output of {output.dtype}")
     sizes_out = _split_sizes(group, "input", tensor, input_splits)
     sizes_in = _split_sizes(group, "output", output, output_splits)
-    source, target = tensors_around_mpi.dense(tensor), tensors_around_mpi.dense(output)
+    target = tensors_around_mpi.dense(output)
+    source = apart(tensors_around_mpi.dense(tensor), [target])
     if not input_splits and not output_splits and not _too_large(source):
         request = group.communicator.Ialltoall(
             datatypes.buffer_of(source)[0], datatypes.buffer_of(target)[0]
@@ -286,8 +291,7 @@ def _iallgather_list(
         places = [max(part.data_ptr() - base, 0) for part in output]
         span = end - base + max(sizes, default=0)
         spec = [MPI.buffer.fromaddress(base, span), sizes, places, MPI.BYTE]
-        if source.data_ptr() == output[group.rank()].data_ptr():
-            source = source.clone()  # MPI must not write what it reads
+        source = apart(source, output)
     else:
         target = room_for(output)
         spec = _spec(target, sizes)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,21 +26,26 @@ from torch._C._distributed_c10d import (
     AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
+    DebugLevel,
     GatherOptions,
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
     Store,
+    get_debug_level,
 )
 from torch._C._distributed_c10d import Work as TorchWork
 
-from mpiddp import data_movement, messages, reductions
+from mpiddp import agreement, data_movement, messages, reductions
 from mpiddp.abort import abort_job
+from mpiddp.calls import Call, call_of
 from mpiddp.compilation import run_as_it_is
 from mpiddp.completion import Completion
 from mpiddp.engine import Channel, Engine
 from mpiddp.gradient_queues import GradientQueues
+from mpiddp.monitored_barrier import MonitoredBarrier
 from mpiddp.requests import Pending, Requests
+from mpiddp.roll_call import RollCall
 from mpiddp.state_broadcast import StateBroadcast
 from mpiddp.work import COMPLETED, CompletedWork, Operation, Work
 
@@ -78,7 +83,12 @@ class ProcessGroup(dist.ProcessGroup):
         self.engine: Engine = requests.engine
         self.completion = completion
         self.timeout = timeout
-        self.entered = 0  # operations that this rank has called
+        # How many collectives this rank has called, and the last: for those who miss it.
+        self.entered = 0
+        self.last: Call | None = None
+        self.roll_call: RollCall | None = None
+        # Its ranks' ranks in the world.
+        self.world_ranks: tuple[int, ...] = tuple(range(self.size()))
         self.gradient_queues = GradientQueues(self)
         self._requests = requests
         self._store = store
@@ -89,6 +99,9 @@ class ProcessGroup(dist.ProcessGroup):
         self._sweep_at = 16
         self._together: list[Work] | None = None
         self._state_broadcast: StateBroadcast | None = None
+        self._monitored_barrier: MonitoredBarrier | None = None
+        # As torch wraps other backends: where the setting was made before the group.
+        self._checked = get_debug_level() == DebugLevel.DETAIL
         self._name = ""
         communicator.Set_name("mpiddp")
 
@@ -115,6 +128,15 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Where tensors of this group may be; torch.distributed.checkpoint asks for a CPU."""
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> ProcessGroup:
+        """Return what serves tensors on a device: no group of another backend beside this one."""
+        return self
 
     def get_group_store(self) -> Store | None:
         """Return the store that this group was made with. Not collective."""
@@ -170,7 +192,9 @@ class ProcessGroup(dist.ProcessGroup):
         op = opts.reduceOp if opts is not None else dist.ReduceOp(dist.ReduceOp.SUM)
         if any(tensor.layout is torch.sparse_coo for tensor in tensors):
             return self._all_reduce_some_sparse(tensors, op, opts)
-        return self._start("all_reduce", reductions.all_reduce(self, tensors, op), opts)
+        return self._start(
+            "all_reduce", reductions.all_reduce(self, tensors, op), opts, tensors, op
+        )
 
     def allreduce_coalesced(
         self, tensors: list[torch.Tensor], opts: AllreduceCoalescedOptions | None = None
@@ -181,7 +205,7 @@ class ProcessGroup(dist.ProcessGroup):
             operation = reductions.all_reduce_together(self, tensors, op)
         else:
             operation = reductions.all_reduce(self, tensors, op)
-        return self._start("all_reduce_coalesced", operation, opts)
+        return self._start("all_reduce_coalesced", operation, opts, tensors, op)
 
     def reduce(self, tensors: list[torch.Tensor], opts: ReduceOptions) -> TorchWork:
         """Reduce each tensor to ``opts.rootRank``, as dist.reduce does. Collective.
@@ -192,7 +216,7 @@ class ProcessGroup(dist.ProcessGroup):
             TypeError: the dtype has no such reduction.
         """
         operation = reductions.reduce(self, tensors, opts.reduceOp, opts.rootRank)
-        return self._start("reduce", operation, opts)
+        return self._start("reduce", operation, opts, tensors, (opts.reduceOp, opts.rootRank))
 
     def reduce_scatter(
         self,
@@ -209,7 +233,9 @@ class ProcessGroup(dist.ProcessGroup):
             TypeError: the dtype has no such reduction, or dtypes differ.
         """
         operation = reductions.reduce_scatter(self, outputs, inputs, opts.reduceOp)
-        return self._start("reduce_scatter", operation, opts)
+        return self._start(
+            "reduce_scatter", operation, opts, outputs, opts.reduceOp, compared=_flat(inputs)
+        )
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions | None = None
@@ -229,7 +255,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Do several `reduce_scatter_single`. Collective."""
         op = opts.reduceOp if opts is not None else dist.ReduceOp(dist.ReduceOp.SUM)
         operation = reductions.reduce_scatter_single(self, outputs, inputs, op)
-        return self._start("reduce_scatter", operation, opts)
+        return self._start("reduce_scatter", operation, opts, inputs, op)
 
     # Older names, by which torch's C++ looks for them; their parameters are named otherwise.
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
@@ -245,7 +271,9 @@ class ProcessGroup(dist.ProcessGroup):
         Collective.
         """
         root = opts.rootRank if opts is not None else 0
-        return self._start("broadcast", data_movement.broadcast(self, tensors, root), opts)
+        return self._start(
+            "broadcast", data_movement.broadcast(self, tensors, root), opts, tensors, root
+        )
 
     def allgather(
         self,
@@ -260,7 +288,8 @@ class ProcessGroup(dist.ProcessGroup):
         Raises:
             ValueError: a list has not one tensor a rank, or this rank's differs from its input.
         """
-        return self._start("all_gather", data_movement.all_gather(self, outputs, inputs), opts)
+        operation = data_movement.all_gather(self, outputs, inputs)
+        return self._start("all_gather", operation, opts, inputs, compared=_flat(outputs))
 
     def allgather_coalesced(
         self,
@@ -293,7 +322,7 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> TorchWork:
         """Do several `all_gather_single`. Collective."""
         operation = data_movement.all_gather_single(self, outputs, inputs)
-        return self._start("all_gather", operation, opts)
+        return self._start("all_gather", operation, opts, inputs)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
@@ -312,7 +341,10 @@ class ProcessGroup(dist.ProcessGroup):
             ValueError: the list on ``opts.rootRank`` has not one tensor a rank.
         """
         operation = data_movement.gather(self, outputs, inputs, opts.rootRank)
-        return self._start("gather", operation, opts)
+        sizes = (
+            (self._only(opts.rootRank, inputs), self._by_rank(outputs)) if self._checked else None
+        )
+        return self._start("gather", operation, opts, inputs, opts.rootRank, elements=sizes)
 
     def scatter(
         self,
@@ -328,7 +360,10 @@ class ProcessGroup(dist.ProcessGroup):
             ValueError: the list on ``opts.rootRank`` has not one tensor a rank.
         """
         operation = data_movement.scatter(self, outputs, inputs, opts.rootRank)
-        return self._start("scatter", operation, opts)
+        sizes = (
+            (self._by_rank(inputs), self._only(opts.rootRank, outputs)) if self._checked else None
+        )
+        return self._start("scatter", operation, opts, outputs, opts.rootRank, elements=sizes)
 
     def alltoall(
         self,
@@ -343,7 +378,9 @@ class ProcessGroup(dist.ProcessGroup):
         Raises:
             ValueError: a list has not one tensor a rank.
         """
-        return self._start("all_to_all", data_movement.all_to_all(self, outputs, inputs), opts)
+        operation = data_movement.all_to_all(self, outputs, inputs)
+        sizes = (self._by_rank([inputs]), self._by_rank([outputs])) if self._checked else None
+        return self._start("all_to_all", operation, opts, inputs, elements=sizes)
 
     def all_to_all_single(
         self,
@@ -364,17 +401,38 @@ class ProcessGroup(dist.ProcessGroup):
         operation = data_movement.all_to_all_single(
             self, output, input, output_split_sizes, input_split_sizes
         )
-        return self._start("all_to_all", operation, opts)
+        sizes = None
+        if self._checked:
+            sizes = (
+                self._split(input, input_split_sizes),
+                self._split(output, output_split_sizes),
+            )
+        return self._start("all_to_all", operation, opts, [input], elements=sizes)
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def barrier(self, opts: BarrierOptions | None = None) -> TorchWork:
         """Wait until all ranks are here. Collective."""
-        return self._start("barrier", self._barrier(), opts)
+        return self._start("barrier", self._barrier(), opts, ())
 
     def _barrier(self) -> Operation:
         yield self.pending(self.communicator.Ibarrier(), "MPI_Ibarrier")
         return []
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait until all ranks are here, or name who is not, as dist.monitored_barrier does.
+
+        Collective.
+
+        Raises:
+            RuntimeError: a rank did not come within `timeout`, by default the group's.
+        """
+        self._enter("monitored_barrier")
+        if self._monitored_barrier is None:
+            self._monitored_barrier = MonitoredBarrier(self)
+        self._monitored_barrier(self.timeout if timeout is None else timeout, wait_all_ranks)
 
     # Messages. Not collective, except that the other rank must take part.
 
@@ -415,7 +473,9 @@ class ProcessGroup(dist.ProcessGroup):
         operation = _each(together)
         pending = next(operation)
         assert isinstance(pending, list)
-        return Work(self, "coalesced", operation, pending, self.timeout.total_seconds())
+        seconds = self.timeout.total_seconds()
+        number = max((work.number for work in together), default=0)
+        return Work(self, "coalesced", operation, pending, seconds, number)
 
     # For the rest of mpiddp.
 
@@ -435,6 +495,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         Collective.
         """
+        self._enter("broadcast of parameters or buffers", tensors)
         if self._state_broadcast is None:
             self._state_broadcast = StateBroadcast(self, self.communicator)
         return self._state_broadcast(tensors)
@@ -472,26 +533,71 @@ class ProcessGroup(dist.ProcessGroup):
         """Keep memory that MPI may still use though nobody waits any more. Not collective."""
         _abandoned.append(memory)
 
-    def timed_out(self, name: str, seconds: float) -> RuntimeError:
-        """Return the error of an operation `name` that waited in vain. Not collective."""
+    def timed_out(self, name: str, seconds: float, number: int | None = None) -> RuntimeError:
+        """Return the error of an operation `name` that waited in vain; it may take seconds.
+
+        Not collective. `number` is which of this group's collectives; None: the last, 0: none.
+        """
+        missing = (
+            self.explain_missing(number)
+            if number != 0
+            else "Has the other rank called its part, and is it still alive?"
+        )
         return RuntimeError(
             f"rank {self.rank()} of {self.size()}: {name} on process group "
-            f"{self.group_name or 'world'!r} has waited {seconds:g} s for other ranks. Did "
-            f"all ranks call it, in the same order, and are they still alive?"
+            f"{self.group_name or 'world'!r} has waited {seconds:g} s for other ranks. "
+            f"{missing}"
         )
+
+    def explain_missing(self, number: int | None = None) -> str:
+        """Return which ranks keep a collective waiting; it may take seconds. Not collective."""
+        if self.roll_call is None:
+            return "Did all ranks call it, in the same order, and are they still alive?"
+        return f"{self.roll_call.explain(self, number)}."
 
     # Within.
 
-    def _start(self, name: str, operation: Operation, opts: Any = None) -> TorchWork:
-        """Run an operation up to its end, or if it is asynchronous up to MPI's first calls."""
+    def _enter(
+        self, name: str, tensors: Sequence[torch.Tensor] = (), detail: object = None
+    ) -> None:
+        """Count a collective."""
         self.entered += 1
+        self.last = call_of(name, detail, tensors)
+
+    def _start(
+        self,
+        name: str,
+        operation: Operation,
+        opts: Any = None,
+        tensors: Sequence[torch.Tensor] | None = None,
+        detail: object = None,
+        compared: Iterable[torch.Tensor] | None = None,
+        elements: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> TorchWork:
+        """Run an operation up to its end, or if it is asynchronous up to MPI's first calls.
+
+        What follows `opts` is what other ranks must agree with, see `agreement.check`; `tensors`
+        is None for a message, which is not compared nor counted.
+        """
+        number = 0
         with self._starting:
+            if tensors is not None:
+                self._enter(name, tensors, detail)
+                number = self.entered
+                same = tensors if compared is None or not self._checked else list(compared)
+                lists = [
+                    *(elements or ()),
+                    *([] if same is tensors else [same[:: len(tensors) or 1]]),
+                ]
+                # A list of a wrong length is this rank's own error, which the operation raises.
+                if self._checked and all(len(one) == self.size() for one in lists):
+                    agreement.check(self, name, detail, same, elements is not None, elements)
             pending = next(operation)
         waited = pending if isinstance(pending, list) else [pending]
         seconds = self._limit(opts)
         if opts is not None and not opts.asyncOp and self._together is None:
-            return self._finish(name, operation, waited, seconds)
-        work = Work(self, name, operation, waited, seconds)
+            return self._finish(name, operation, waited, seconds, number)
+        work = Work(self, name, operation, waited, seconds, number)
         for each in waited:
             self._requests.submit(each)
         self._under_way.append(work)
@@ -502,7 +608,12 @@ class ProcessGroup(dist.ProcessGroup):
         return work
 
     def _finish(
-        self, name: str, operation: Operation, waited: list[Pending], seconds: float
+        self,
+        name: str,
+        operation: Operation,
+        waited: list[Pending],
+        seconds: float,
+        number: int,
     ) -> CompletedWork:
         for pending in waited:
             try:
@@ -512,10 +623,27 @@ class ProcessGroup(dist.ProcessGroup):
                 raise
             if not in_time:
                 self.abandon(operation, waited)
-                raise self.timed_out(name, seconds)
+                raise self.timed_out(name, seconds, number)
         for _ in operation:
             raise AssertionError(f"{name} has a second step")
         return COMPLETED
+
+    def _only(self, rank: int, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Return how many elements go to or come from each rank where all are for one."""
+        total = sum(tensor.numel() for tensor in tensors)
+        return [total if other == rank else 0 for other in range(self.size())]
+
+    def _by_rank(self, lists: Sequence[Sequence[torch.Tensor]]) -> list[int]:
+        """Return how many elements go to or come from each rank, by lists of one tensor a rank."""
+        if not lists:
+            return [0] * self.size()
+        return [sum(part.numel() for part in parts) for parts in zip(*lists, strict=True)]
+
+    def _split(self, tensor: torch.Tensor, rows: Sequence[int]) -> list[int]:
+        """Return how many elements of a tensor go to or come from each rank."""
+        if not rows:
+            return [tensor.numel() // self.size()] * self.size()
+        return [count * (tensor.numel() // max(tensor.size(0), 1)) for count in rows]
 
     def _sweep(self) -> None:
         """Forget the works that are over."""
@@ -533,7 +661,7 @@ class ProcessGroup(dist.ProcessGroup):
                     reductions.all_reduce_sparse(self, tensor, opts)
                 else:
                     self.allreduce([tensor], opts).wait()
-        return self._start("all_reduce", _nothing(tensors), opts)
+        return self._start("all_reduce", _nothing(tensors), opts, ())
 
     def _limit(self, opts: Any) -> float:
         """Return the time limit in seconds: the call's own, or the group's."""
@@ -549,6 +677,10 @@ def _each(works: list[Work]) -> Operation:
     for work in works:
         work.wait()
     return [tensor for work in works for tensor in work.result()]
+
+
+def _flat(lists: Sequence[Sequence[torch.Tensor]]) -> Iterator[torch.Tensor]:
+    return (tensor for tensors in lists for tensor in tensors)
 
 
 def _nothing(result: Any) -> Operation:

@@ -37,10 +37,10 @@ def all_reduce(
     totals = []
     for tensor in tensors:
         how = datatypes.reduction(tensor.dtype, op)
-        contribution = _contribution(tensor, how, op)
-        total = _target(tensor, how)
+        # In place on every rank, as MPI wants it, whatever the layouts of their tensors are.
+        total = _contribution(tensor, how, op)
         totals.append(total)
-        pending += _iallreduce(group, contribution, total, how)
+        pending += _iallreduce(group, total, total, how)
     yield pending
     for tensor, total in zip(tensors, totals, strict=True):
         _finish(group, total, tensor, op)
@@ -52,9 +52,8 @@ def all_reduce_together(
 ) -> Operation:
     """Reduce tensors of one dtype as one. Collective."""
     how = datatypes.reduction(tensors[0].dtype, op)
-    contribution = torch.cat([_contribution(tensor, how, op).view(-1) for tensor in tensors])
-    total = torch.empty_like(contribution)
-    yield _iallreduce(group, contribution, total, how)
+    total = torch.cat([_contribution(tensor, how, op).view(-1) for tensor in tensors])
+    yield _iallreduce(group, total, total, how)
     parts = torch.split(total, [tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         _finish(group, part.view(tensor.shape), tensor, op)
@@ -255,7 +254,7 @@ def _ireduce_scatter(
     counts: list[int],
     how: Reduction,
 ) -> list[Pending]:
-    flat = contribution.view(-1)
+    flat = tensors_around_mpi.apart(contribution, [total]).view(-1)
     if flat.numel() > messages.LARGEST_COUNT:
         return [
             pending

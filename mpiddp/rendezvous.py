@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from mpiddp.process_group import ProcessGroup
     from mpiddp.requests import Requests
+    from mpiddp.roll_call import RollCall
 
 BACKEND = "mpiddp"
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -90,6 +91,7 @@ class _World:
     communicator: MPI.Intracomm
     requests: Requests
     completion: Completion
+    roll_call: RollCall
     topology: Topology
     environment: dict[str, str]
     excepthook: Callable[..., Any]
@@ -163,6 +165,7 @@ def begin_world(
 
     from mpiddp.engine import Engine
     from mpiddp.requests import Requests
+    from mpiddp.roll_call import RollCall
 
     threaded = _progress_thread_wanted()
     _check_thread_level(threaded)
@@ -177,6 +180,7 @@ def begin_world(
         own,
         requests,
         Completion(requests),
+        RollCall(own, threaded),
         topology,
         environment,
         sys.excepthook,
@@ -251,6 +255,9 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
     made = ProcessGroup(
         communicator, _world.requests, _world.completion, options.timeout, options.store
     )
+    made.roll_call = _world.roll_call
+    made.world_ranks = tuple(ranks or range(world.Get_size()))
+    _world.roll_call.add(made)
     _world.groups.append(weakref.ref(made))
     return made
 
@@ -397,6 +404,7 @@ def _leave_world() -> None:
     atexit.unregister(_stop_at_exit)
     world.completion.stop()
     world.requests.engine.stop()
+    world.roll_call.free()
     world.communicator.Free()
     for name, value in world.environment.items():
         if os.environ.get(name) == value:  # else it is the user's by now
@@ -427,6 +435,7 @@ def _stop_at_exit() -> None:
         return
     _world.completion.stop()
     _world.requests.engine.stop()
+    _world.roll_call.stop()
     for reference in _world.groups:
         group = reference()
         if group is not None:

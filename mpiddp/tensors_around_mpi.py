@@ -26,6 +26,20 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().resolve_conj().resolve_neg()
 
 
+def apart(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return `source`, or a copy if it overlaps what MPI is to write (MPI-4.0, section 6.1).
+
+    torch's callers may give a part of the output as the input, as NCCL allows: FSDP does.
+    """
+    begin = source.data_ptr()
+    end = begin + source.numel() * source.element_size()
+    for target in targets:
+        first = target.data_ptr()
+        if begin < first + target.numel() * target.element_size() and first < end:
+            return source.clone()
+    return source
+
+
 def write_back(dense: torch.Tensor, tensor: torch.Tensor) -> None:
     """Copy `dense` to `tensor` unless both are the same memory."""
     if dense.data_ptr() != tensor.data_ptr():
@@ -91,8 +105,10 @@ def as_one(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 def divide(total: torch.Tensor, divisor: int) -> None:
     """Divide in place; integers towards zero."""
-    if total.dtype.is_floating_point or total.dtype.is_complex:
+    if total.dtype.is_floating_point:
         total.div_(divisor)
+    elif total.dtype.is_complex:
+        torch.view_as_real(total).div_(divisor)  # torch multiplies complex numbers by 1/divisor
     elif total.dtype.is_signed or total.dtype is torch.uint8:
         total.div_(divisor, rounding_mode="trunc")
     else:

@@ -53,6 +53,7 @@ class Work(TorchWork):
         operation: what is left of it; see Note [An operation is a generator].
         pending: what it waits for.
         seconds: how long it may wait for other ranks.
+        number: which of the group's collectives it is, from 1; 0: a message.
     """
 
     def __init__(
@@ -62,12 +63,14 @@ class Work(TorchWork):
         operation: Operation,
         pending: list[Pending],
         seconds: float,
+        number: int = 0,
     ) -> None:
         super().__init__()
         self.name = name
         self._group = group
         self._operation: Operation | None = operation
         self.pending = pending
+        self.number = number
         self._seconds = seconds
         self.deadline = time.monotonic() + seconds
         self._lock = threading.Lock()
@@ -88,7 +91,7 @@ class Work(TorchWork):
         """
         seconds = timeout.total_seconds() if timeout > _NOT_GIVEN else self._seconds
         if not self.wait_for_end(seconds):
-            raise self._group.timed_out(self.name, seconds)
+            raise self._group.timed_out(self.name, seconds, self.number)
         if self._error is not None:
             raise self._error
         return True
@@ -219,7 +222,7 @@ class Work(TorchWork):
 
     def _give_up(self) -> None:
         self._group.abandon(self._operation, self.pending)
-        self._fail(self._group.timed_out(self.name, self._seconds))
+        self._fail(self._group.timed_out(self.name, self._seconds, self.number))
 
     def _fail(self, error: Exception) -> None:
         self._error = error

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint saves and loads a wrapped model, every rank its share."""
+"""torch.distributed.checkpoint saves and loads wrapped and sharded models, each rank its share."""
 
 import pytest
 import torch
@@ -6,7 +6,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import loss_of, mlp
 from replicas import RANK, SIZE, all_bits, assert_same_bits, gather, together
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from mpiddp import DistributedDataParallel as DDP
@@ -82,3 +90,75 @@ def test_error_of_one_rank_reaches_all(mpi_tmp_path):
     with pytest.raises(dcp.CheckpointException):
         dcp.load({"x": torch.zeros(3)}, checkpoint_id=path)
     assert gather(dist.get_rank()) == list(range(SIZE))
+
+
+def sharded(mesh: DeviceMesh, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model: nn.Module = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 5))
+    return fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize("how", ["waiting", "in the background"])
+def test_sharded_model(how, mpi_tmp_path, gloo):
+    """Each rank writes its shard, and what was written with us is read with Gloo."""
+    ours = init_device_mesh("cpu", (SIZE,))
+    theirs = init_device_mesh("cpu", (SIZE,), backend_override={0: "gloo"})
+    model = sharded(ours, 1)
+    expected = {name: part.full_tensor() for name, part in model.state_dict().items()}
+    path = str(mpi_tmp_path / "checkpoint")
+    if how == "waiting":
+        dcp.save(model.state_dict(), checkpoint_id=path)
+    else:
+        own = dist.new_group()
+        saving = dcp.async_save(model.state_dict(), checkpoint_id=path, process_group=own)
+        # Collectives go on meanwhile; the parameters that were saved are those of before.
+        for _ in range(20):
+            dist.all_reduce(torch.ones(100))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        saving.result()
+        dist.destroy_process_group(own)
+    dist.barrier()
+    for mesh in (ours, theirs):
+        again = sharded(mesh, 2)
+        state = again.state_dict()
+        dcp.load(state, checkpoint_id=path)
+        loaded = {name: part.full_tensor() for name, part in state.items()}
+        with together():
+            assert loaded.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert torch.equal(loaded[name], tensor), name
+
+
+def test_full_state_of_one_rank():
+    """Rank 0 alone has the state; the others get their shards from it."""
+    mesh = init_device_mesh("cpu", (SIZE,))
+    model = sharded(mesh, 1)
+    expected = {name: part.full_tensor() for name, part in model.state_dict().items()}
+    again = sharded(mesh, 2)
+    set_model_state_dict(
+        again,
+        dict(expected) if RANK == 0 else {},  # torch changes it
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    )
+    loaded = {name: part.full_tensor() for name, part in again.state_dict().items()}
+    with together():
+        assert all_bits(loaded.items()) == all_bits(expected.items())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_sharded_model_on_fewer_ranks(mpi_tmp_path):
+    model = sharded(init_device_mesh("cpu", (SIZE,)), 1)
+    expected = {name: part.full_tensor() for name, part in model.state_dict().items()}
+    path = str(mpi_tmp_path / "checkpoint")
+    dcp.save(model.state_dict(), checkpoint_id=path)
+    fewer = dist.new_group(list(range(SIZE - 1)))
+    if RANK < SIZE - 1:
+        again = sharded(DeviceMesh.from_group(fewer, "cpu"), 2)
+        state = again.state_dict()
+        dcp.load(state, checkpoint_id=path, process_group=fewer)
+        for name, part in state.items():
+            assert torch.equal(part.full_tensor(), expected[name]), name
+        dist.destroy_process_group(fewer)
+    dist.barrier()

