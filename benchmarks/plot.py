@@ -63,7 +63,7 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
     from matplotlib import pyplot
 
     written = []
-    for ranks in sorted({result["ranks"] for result in results["exposed"]}):
+    for ranks in sorted({result["ranks"] for result in results.get("exposed", ())}):
         groups = {
             result["model"]: drawn
             for result in results["exposed"]
