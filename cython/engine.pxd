@@ -60,6 +60,8 @@ cdef struct Transport:
     # something has since the ticket was taken, or the time is over. NULL: by the clock only.
     unsigned int (*take_ticket)(Transport *transport) noexcept nogil
     void (*sleep)(Transport *transport, unsigned int ticket, double seconds) noexcept nogil
+    # Whether the engine thread need not be woken at once: most works are waited for by then.
+    int quiet
     int wants_thread        # whether the engine thread serves it, if there is one
     int crowded             # whether waiting ranks have fewer cores than they are
 

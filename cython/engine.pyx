@@ -67,6 +67,7 @@ cdef double NAP_LIMIT = 1e-3
 cdef double NAPS_TO_WAKING = 100
 cdef double SPIN_BEFORE_SLEEP = 50e-6
 cdef double SIGNAL_CHECK = 0.1
+cdef double ALERT = 10e-3
 
 
 cdef enum:
@@ -83,6 +84,8 @@ cdef struct EngineState:
     int running
     int stop
     int waiters
+    int asleep                      # until woken, not for a nap
+    double alert_until              # after a quiet submission: naps instead of sleeping
     size_t pending                  # works submitted and not done, all channels
     ChannelState *channels
     size_t submitted                # the rest: counters, for tests and debugging
@@ -260,7 +263,13 @@ cdef void *engine_thread(void *argument) noexcept nogil:
     pthread_mutex_lock(&state.queue_lock)
     while not state.stop:
         if state.waiters or not state.pending:
-            pthread_cond_wait(&state.wake, &state.queue_lock)
+            if now() < state.alert_until:
+                until = as_timespec(now() + NAP_LONGEST)
+                pthread_cond_timedwait(&state.wake, &state.queue_lock, &until)
+            else:
+                state.asleep = 1
+                pthread_cond_wait(&state.wake, &state.queue_lock)
+                state.asleep = 0
             nap = NAP_SHORTEST
             ran = processor_time()
             continue
@@ -521,7 +530,11 @@ cdef class Channel:
         self.state.pending += 1
         if self.state.transport.wants_thread:
             state.pending += 1
-            if state.running and not state.waiters:
+            if self.state.transport.quiet:
+                state.alert_until = now() + ALERT
+            if state.running and not state.waiters and (
+                state.asleep or not self.state.transport.quiet
+            ):
                 pthread_cond_signal(&state.wake)
         pthread_mutex_unlock(&state.queue_lock)
         return 0
@@ -554,7 +567,7 @@ cdef class Channel:
         finally:
             pthread_mutex_lock(&state.queue_lock)
             state.waiters -= 1
-            if state.running and state.pending:
+            if state.asleep and state.pending:
                 pthread_cond_signal(&state.wake)
             pthread_mutex_unlock(&state.queue_lock)
         if channel.failure:

@@ -119,6 +119,7 @@ cdef class Requests:
         self.crowded = crowded
         self.process_id = getpid()
         self.state.transport.wants_thread = True
+        self.state.transport.quiet = True
         self.state.transport.call = "MPI_Test"
         self.state.transport.advance = advance
         self.state.transport.finished = finished

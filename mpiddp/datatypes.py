@@ -6,7 +6,6 @@ mpi4py would take a torch bfloat16 tensor as raw bytes, and MPI would add the by
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -77,26 +76,37 @@ class Reduction(NamedTuple):
         dtype: the torch dtype that the reduction is carried out in.
         datatype: the MPI datatype of that dtype.
         operation: the MPI operation.
+        divides: whether the caller must divide by the number of ranks after it.
+        multiplies: whether the caller must multiply by the op's factor before it.
     """
 
     dtype: torch.dtype
     datatype: MPI.Datatype
     operation: MPI.Op
+    divides: bool
+    multiplies: bool
 
 
 def reduction(dtype: torch.dtype, op: dist.ReduceOp) -> Reduction:
     """Return how to reduce tensors of `dtype` by `op`.
 
-    Not collective. For ``AVG`` and ``PREMUL_SUM`` the operation is a sum; the caller
-    divides after it, or multiplies before it.
+    Not collective. For ``AVG`` and ``PREMUL_SUM`` the operation is a sum.
 
     Raises:
         TypeError: MPI has no such reduction; the message names dtype and operation.
     """
-    return _reduction(dtype, getattr(op, "op", op))
+    kind: Any = getattr(op, "op", op)
+    # Every reduction asks, and what torch's enums answer takes microseconds.
+    key = (dtype, int(kind))
+    known = _known.get(key)
+    if known is None:
+        known = _known[key] = _reduction(dtype, kind)
+    return known
 
 
-@functools.cache  # every all-reduce asks, and asking enums of torch takes microseconds
+_known: dict[tuple[torch.dtype, int], Reduction] = {}
+
+
 def _reduction(dtype: torch.dtype, kind: Any) -> Reduction:
     sum_dtype = _SUM_DTYPES.get(dtype, dtype)
     if dtype in _NARROW_INTEGERS and kind in _ADDING:
@@ -116,7 +126,7 @@ def _reduction(dtype: torch.dtype, kind: Any) -> Reduction:
             f"can be reduced: {', '.join(str(d) for d in (*_DATATYPES, *_SUM_DTYPES))} "
             f"(bitwise operations: integers and bool; MIN and MAX: no complex)"
         )
-    return Reduction(sum_dtype, datatype, operation)
+    return Reduction(sum_dtype, datatype, operation, kind == _Kind.AVG, kind == _Kind.PREMUL_SUM)
 
 
 def buffer_of(

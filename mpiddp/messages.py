@@ -8,7 +8,7 @@ displacements would be too large, everybody sends to everybody.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,20 +27,18 @@ LARGEST_COUNT = 2**62 if MPI.Get_version() >= (4, 0) else 2**31 - 1
 ANY_SOURCE = -1
 
 
-def pieces(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the views of a contiguous tensor that MPI can count; one at least. Not collective."""
+def pieces(flat: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the views of a contiguous tensor that MPI can count; one at least. Not collective."""
     if flat.numel() <= LARGEST_COUNT:
-        yield flat
-    else:
-        yield from torch.split(flat.detach().view(-1), LARGEST_COUNT)
+        return (flat,)
+    return torch.split(flat.detach().view(-1), LARGEST_COUNT)
 
 
-def byte_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a contiguous tensor, or views of its bytes if it has too many. Not collective."""
+def byte_pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return a contiguous tensor, or views of its bytes if it has too many. Not collective."""
     if tensor.nbytes <= LARGEST_COUNT:
-        yield tensor  # a view would take microseconds
-    else:
-        yield from pieces(tensors_around_mpi.bytes_of(tensor))
+        return (tensor,)  # a view would take microseconds
+    return pieces(tensors_around_mpi.bytes_of(tensor))
 
 
 def send(group: ProcessGroup, tensors: list[torch.Tensor], to: int, tag: int) -> Operation:

@@ -25,6 +25,9 @@ from mpiddp.requests import Pending, Requests
 from mpiddp.roll_call import RollCall
 from mpiddp.work import COMPLETED, CompletedWork, Operation, Work
 
+# Seconds that most operations end in: until then their time limit is not even looked at.
+_SHORT = 5e-3
+
 # Memory that MPI may still write to after a time limit was reached.
 _abandoned: list[object] = []
 
@@ -204,13 +207,15 @@ class OperatingGroup(dist.ProcessGroup):
                     agreement.check(self, name, detail, tensors, compared, elements)
             pending = next(operation)
         waited = pending if isinstance(pending, list) else [pending]
-        seconds = self._limit(opts)
         if opts is not None and not opts.asyncOp and self._together is None:
-            return self._finish(name, operation, waited, seconds, number)
-        work = Work(self, name, operation, waited, seconds, number)
-        for each in waited:
-            self._requests.submit(each)
-        self._under_way.append(work)
+            return self._finish(name, operation, waited, opts, number)
+        work = Work(self, name, operation, waited, self._limit(opts), number)
+        # A small message has gone at once, and the engine need not hear of it.
+        if not work.is_completed():
+            for each in waited:
+                if not each.done:
+                    self._requests.submit(each)
+            self._under_way.append(work)
         if len(self._under_way) > self._sweep_at:
             self._sweep()
         if self._together is not None:
@@ -222,18 +227,16 @@ class OperatingGroup(dist.ProcessGroup):
         name: str,
         operation: Operation,
         waited: list[Pending],
-        seconds: float,
+        opts: Any,
         number: int,
     ) -> CompletedWork:
-        for pending in waited:
-            try:
-                in_time = pending.wait(seconds)
-            except BaseException:
-                self.abandon(operation, waited)
-                raise
-            if not in_time:
-                self.abandon(operation, waited)
-                raise self.timed_out(name, seconds, number)
+        try:
+            for pending in waited:
+                if not pending.wait(_SHORT) and not pending.wait(self._limit(opts) - _SHORT):
+                    raise self.timed_out(name, self._limit(opts), number)
+        except BaseException:
+            self.abandon(operation, waited)
+            raise
         for _ in operation:
             raise AssertionError(f"{name} has a second step")
         return COMPLETED

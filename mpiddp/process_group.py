@@ -140,8 +140,9 @@ class ProcessGroup(OperatingGroup):
             TypeError: the dtype has no such reduction.
         """
         op = opts.reduceOp if opts is not None else dist.ReduceOp(dist.ReduceOp.SUM)
-        if any(tensor.layout is torch.sparse_coo for tensor in tensors):
-            return self._all_reduce_some_sparse(tensors, op, opts)
+        for tensor in tensors:
+            if tensor.layout is torch.sparse_coo:
+                return self._all_reduce_some_sparse(tensors, op, opts)
         return self._start(
             "all_reduce", reductions.all_reduce(self, tensors, op), opts, tensors, op
         )

@@ -21,12 +21,16 @@ if TYPE_CHECKING:
     from mpiddp.requests import Pending
     from mpiddp.work import Operation
 
-_AVG = dist.ReduceOp.AVG
-_PREMUL_SUM = dist.ReduceOp.PREMUL_SUM
 
 # From so many bytes on a reduction to one rank is made on all: there MPI_Ireduce of Open MPI and
-# of MPICH was slower than Gloo in half of what was measured, MPI_Iallreduce never.
+# of MPICH was up to three times as slow.
 _REDUCED_BY_ALL = 2 << 20
+
+# From so many bytes on, as they are sent, each rank adds up what the others send it: Open MPI's
+# nonblocking reduce_scatter takes three to four times as long, MPICH's somewhat longer.
+_SUMMED_HERE = 512 << 10
+# Whose sums torch rounds, or wraps around, as MPI does.
+_SUMMED_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.complex64)
 
 
 def all_reduce(
@@ -34,16 +38,16 @@ def all_reduce(
 ) -> Operation:
     """Reduce each tensor over all ranks in place. Collective."""
     pending: list[Pending] = []
-    totals = []
+    started = []
     for tensor in tensors:
         how = datatypes.reduction(tensor.dtype, op)
         # In place on every rank, as MPI wants it, whatever the layouts of their tensors are.
         total = _contribution(tensor, how, op)
-        totals.append(total)
+        started.append((total, tensor, how))
         pending += _iallreduce(group, total, total, how)
     yield pending
-    for tensor, total in zip(tensors, totals, strict=True):
-        _finish(group, total, tensor, op)
+    for total, tensor, how in started:
+        _finish(group, total, tensor, how)
     return list(tensors)
 
 
@@ -56,7 +60,7 @@ def all_reduce_together(
     yield _iallreduce(group, total, total, how)
     parts = torch.split(total, [tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
-        _finish(group, part.view(tensor.shape), tensor, op)
+        _finish(group, part.view(tensor.shape), tensor, how)
     return list(tensors)
 
 
@@ -65,23 +69,22 @@ def reduce(
 ) -> Operation:
     """Reduce each tensor to one rank; the others' stay as they are. Collective."""
     pending: list[Pending] = []
-    totals = []
+    started = []
     here = group.rank() == root
     for tensor in tensors:
         how = datatypes.reduction(tensor.dtype, op)
         contribution = _contribution(tensor, how, op)
-        if contribution.numel() * contribution.element_size() >= _REDUCED_BY_ALL:
-            everyones = torch.empty_like(contribution)
-            totals.append(everyones if here else None)
-            pending += _iallreduce(group, contribution, everyones, how)
-            continue
-        total = torch.empty_like(contribution) if here else None
-        totals.append(total)
-        pending += _ireduce(group, contribution, total, how, root)
+        by_all = contribution.numel() * contribution.element_size() >= _REDUCED_BY_ALL
+        total = torch.empty_like(contribution) if by_all or here else None
+        if by_all and total is not None:
+            pending += _iallreduce(group, contribution, total, how)
+        else:
+            pending += _ireduce(group, contribution, total, how, root)
+        if here and total is not None:
+            started.append((total, tensor, how))
     yield pending
-    for tensor, total in zip(tensors, totals, strict=True):
-        if total is not None:
-            _finish(group, total, tensor, op)
+    for total, tensor, how in started:
+        _finish(group, total, tensor, how)
     return list(tensors)
 
 
@@ -98,19 +101,25 @@ def reduce_scatter(
         TypeError: the dtypes differ.
     """
     pending: list[Pending] = []
-    totals = []
+    started = []
     for output, parts in zip(outputs, inputs, strict=True):
         _check_parts(group, output, parts)
         how = datatypes.reduction(output.dtype, op)
-        whole = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
-        counts = [part.numel() for part in parts]
-        contribution = _contribution(whole, how, op)
         total = _target(output, how)
-        totals.append(total)
-        pending += _ireduce_scatter(group, contribution, total, counts, how)
+        received: list[torch.Tensor] = []
+        if _summed_here(sum(part.numel() for part in parts), how):
+            waited, received = _exchange_parts(group, parts)
+        else:
+            whole = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+            counts = [part.numel() for part in parts]
+            contribution = _contribution(whole, how, op)
+            waited = _ireduce_scatter(group, contribution, total, counts, how)
+        pending += waited
+        started.append((received, total, output, how))
     yield pending
-    for output, total in zip(outputs, totals, strict=True):
-        _finish(group, total, output, op)
+    for received, total, output, how in started:
+        _add_up(received, total)
+        _finish(group, total, output, how)
     return list(outputs)
 
 
@@ -127,24 +136,31 @@ def reduce_scatter_single(
         TypeError: the dtypes differ.
     """
     pending: list[Pending] = []
-    totals = []
+    started = []
     for output, tensor in zip(outputs, inputs, strict=True):
-        if tensor.numel() != output.numel() * group.size():
+        count = output.numel()
+        if tensor.numel() != count * group.size():
             raise ValueError(
-                f"reduce_scatter to {output.numel()} elements on each of {group.size()} ranks "
-                f"needs an input of {output.numel() * group.size()} elements, not {tensor.numel()}"
+                f"reduce_scatter to {count} elements on each of {group.size()} ranks "
+                f"needs an input of {count * group.size()} elements, not {tensor.numel()}"
             )
         if tensor.dtype != output.dtype:
             raise TypeError(f"reduce_scatter of {tensor.dtype} into an output of {output.dtype}")
         how = datatypes.reduction(output.dtype, op)
-        contribution = _contribution(tensor, how, op)
         total = _target(output, how)
-        totals.append(total)
-        counts = [output.numel()] * group.size()
-        pending += _ireduce_scatter(group, contribution, total, counts, how)
+        received: list[torch.Tensor] = []
+        if _summed_here(tensor.numel(), how):
+            flat = tensors_around_mpi.dense(tensor).detach().view(-1)
+            waited, received = _exchange_parts(group, torch.split(flat, count))
+        else:
+            contribution = _contribution(tensor, how, op)
+            waited = _ireduce_scatter(group, contribution, total, [count] * group.size(), how)
+        pending += waited
+        started.append((received, total, output, how))
     yield pending
-    for output, total in zip(outputs, totals, strict=True):
-        _finish(group, total, output, op)
+    for received, total, output, how in started:
+        _add_up(received, total)
+        _finish(group, total, output, how)
     return list(outputs)
 
 
@@ -183,7 +199,7 @@ def _contribution(tensor: torch.Tensor, how: Reduction, op: dist.ReduceOp) -> to
     contribution = tensors_around_mpi.dense(tensor)
     if contribution.dtype != how.dtype or contribution.requires_grad:
         contribution = contribution.detach().to(how.dtype)
-    if getattr(op, "op", op) == _PREMUL_SUM:
+    if how.multiplies:
         if contribution.data_ptr() == tensor.data_ptr():
             contribution = contribution.clone()
         tensors_around_mpi.multiply(contribution, op)
@@ -198,12 +214,49 @@ def _target(tensor: torch.Tensor, how: Reduction) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=how.dtype)
 
 
-def _finish(
-    group: ProcessGroup, total: torch.Tensor, tensor: torch.Tensor, op: dist.ReduceOp
-) -> None:
-    if getattr(op, "op", op) == _AVG:
+def _finish(group: ProcessGroup, total: torch.Tensor, tensor: torch.Tensor, how: Reduction) -> None:
+    if how.divides:
         tensors_around_mpi.divide(total, group.size())
-    tensors_around_mpi.write_back(total, tensor)
+    if total is not tensor:
+        tensors_around_mpi.write_back(total, tensor)
+
+
+def _summed_here(count: int, how: Reduction) -> bool:
+    """Return whether the ranks add up their parts of a reduce_scatter by themselves.
+
+    Depends on nothing that differs over ranks.
+    """
+    return (
+        how.dtype in _SUMMED_DTYPES
+        and how.operation == MPI.SUM
+        and not how.multiplies
+        and count * how.dtype.itemsize >= _SUMMED_HERE
+    )
+
+
+def _exchange_parts(
+    group: ProcessGroup, parts: Sequence[torch.Tensor]
+) -> tuple[list[Pending], list[torch.Tensor]]:
+    """Send each rank its part as it is; return what will be every rank's for this one."""
+    sent = [tensors_around_mpi.dense(part).detach() for part in parts]
+    own = group.rank()
+    received = [torch.empty_like(sent[own]) for _ in sent]
+    received[own] = sent[own]
+    outgoing = [None if rank == own else part for rank, part in enumerate(sent)]
+    incoming = [None if rank == own else part for rank, part in enumerate(received)]
+    return messages.exchange(group, outgoing, incoming), received
+
+
+def _add_up(parts: list[torch.Tensor], total: torch.Tensor) -> None:
+    """Write the sum of parts to `total`, in order of ranks, so that it is the same in each run."""
+    if not parts:
+        return
+    # This rank's part may lie in the output, which is written first.
+    parts = [tensors_around_mpi.apart(part, [total]).view(total.shape) for part in parts]
+    with torch.no_grad():
+        total.copy_(parts[0])
+        for part in parts[1:]:
+            total.add_(part)
 
 
 def _iallreduce(
@@ -234,9 +287,9 @@ def _ireduce(
 ) -> list[Pending]:
     """Reduce to one rank, where `total` is the memory for the result."""
     pending = []
-    targets = messages.pieces(total) if total is not None else None
-    for source in messages.pieces(contribution):
-        target = next(targets) if targets else None
+    sources = messages.pieces(contribution)
+    targets = [None] * len(sources) if total is None else messages.pieces(total)
+    for source, target in zip(sources, targets, strict=True):
         request = group.communicator.Ireduce(
             datatypes.buffer_of(source, how.datatype),
             None if target is None else datatypes.buffer_of(target, how.datatype),
