@@ -79,6 +79,8 @@ class GradientQueues:
         self._channels.clear()
 
     def _open(self, transport: str) -> Channel:
+        if self._group.size() == 1:
+            return self._group.engine.open_channel(None)
         communicator = self._group.communicator.Dup()
         communicator.Set_errhandler(MPI.ERRORS_RETURN)
         communicator.Set_name(f"mpiddp gradients {len(self._channels)}")

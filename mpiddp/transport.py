@@ -57,8 +57,6 @@ def open_channel(engine: Engine, communicator: MPI.Comm, name: str) -> Channel:
     Raises:
         OSError: "shared" was asked for, and the ranks of a node cannot share memory.
     """
-    if communicator.Get_size() == 1:
-        return engine.open_channel(None)
     if name == "mpi":
         return engine.open_channel(IallreduceTransport(communicator), communicator)
     node = ranks_of_node(communicator)

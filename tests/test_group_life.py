@@ -228,5 +228,5 @@ def test_what_a_wrapper_adds_goes_with_its_group(transport, copies):
         del group
         gc.collect()
         everyone = gather((most, copies[0]))
-        assert min(before for before, _ in everyone) > 1
+        assert min(before for before, _ in everyone) > (1 if SIZE > 1 else 0)
         assert [after for _, after in everyone] == [0] * SIZE

@@ -82,7 +82,7 @@ def assert_same_parameters(state: dict[str, Tensor], expected: nn.Module) -> Non
         torch.testing.assert_close(state[name], tensor, msg=f"{name}: {state[name]}, not {tensor}")
 
 
-@ways(pytest.mark.once)
+@ways(pytest.mark.slow)
 def test_lightning(tmp_path: Path, backend: list[str], wrapper: str) -> None:
     """Trainer with strategy "ddp": its samplers, checkpoints, logging and metrics too."""
     said = launch("lightning_trainer.py", tmp_path, backend)
