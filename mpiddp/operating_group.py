@@ -198,6 +198,21 @@ class OperatingGroup(dist.ProcessGroup):
         What follows `opts` is what other ranks must agree with, see `agreement.check`; `tensors`
         is None for a message, which is not compared nor counted.
         """
+        if torch.autograd._profiler_enabled():
+            with torch.profiler.record_function(f"mpiddp:{name}"):
+                return self._run(name, operation, opts, tensors, detail, compared, elements)
+        return self._run(name, operation, opts, tensors, detail, compared, elements)
+
+    def _run(
+        self,
+        name: str,
+        operation: Operation,
+        opts: Any,
+        tensors: Sequence[torch.Tensor] | None,
+        detail: object,
+        compared: Callable[[], Iterable[torch.Tensor]] | None,
+        elements: Callable[[], tuple[Sequence[int], Sequence[int]]] | None,
+    ) -> TorchWork:
         number = 0
         with self._starting:
             if tensors is not None:

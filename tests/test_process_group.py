@@ -445,3 +445,12 @@ class TestSharedMemory:
             assert [part[0].item() for part in parts] == list(range(size()))
         dist.scatter(parts[rank()], parts if rank() == 0 else None, src=0)
         assert parts[rank()].tolist() == [rank()] * 2
+
+
+def test_profiler_sees_operations() -> None:
+    """Under names like Gloo's "gloo:all_reduce"."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dist.all_reduce(torch.ones(3))
+        dist.broadcast(torch.ones(3), 0, async_op=True).wait()
+    names = {event.key for event in profile.key_averages()}
+    assert {"mpiddp:all_reduce", "mpiddp:broadcast"} <= names
