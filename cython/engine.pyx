@@ -221,8 +221,9 @@ cdef int advance_works(EngineState *state, ChannelState *channel, int helping) n
         pthread_mutex_unlock(&state.queue_lock)
         if status == ADVANCE_DONE:
             channel.last_progress = now()
-            state.chunks += 1
-            state.thread_chunks += state.on_thread
+            if not transport.quiet:
+                state.chunks += 1
+                state.thread_chunks += state.on_thread
             store(&work.done, 1)
             if transport.finished != NULL:
                 transport.finished(transport)
@@ -474,7 +475,7 @@ cdef class Engine:
     def counters(self):
         """What the engine has done since it was made, by name.
 
-        ``submitted``: all-reduces; ``chunks``: chunks that finished, of which
+        Of gradients alone. ``submitted``: all-reduces; ``chunks``: chunks that finished, of which
         ``thread_chunks`` on the engine thread; ``naps``: times that thread slept.
         """
         return {
@@ -514,7 +515,8 @@ cdef class Channel:
         work.started = 0
         work.finished = 0
         work.next = NULL
-        state.submitted += 1
+        if self.state.transport == NULL or not self.state.transport.quiet:
+            state.submitted += 1
         if self.state.transport == NULL or work.count == 0:
             store(&work.done, 1)
             return 0

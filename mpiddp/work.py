@@ -155,7 +155,10 @@ class Work(TorchWork):
             with self._lock:
                 if self._future is None:
                     self._future = self._untold = OperationFuture(self)
-            if self._operation is not None:
+            if not self._group.engine.has_thread:
+                # Nobody would move it while its waiter sleeps below Python.
+                self.wait_for_end()
+            elif self._operation is not None:
                 self._group.completion.add(self)
             self._tell()
         return self._future

@@ -1,11 +1,13 @@
 """More elements than MPI's counts can tell: pieces, tried with a small limit in MPI's place."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from group_data import assert_same_bits, make, rank, size
 
-from mpiddp import messages
+from mpiddp import datatypes, messages
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
@@ -15,6 +17,14 @@ LIMIT = 7  # neither 4-byte elements nor parts end there
 @pytest.fixture(autouse=True)
 def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "LARGEST_COUNT", LIMIT)
+    truly = datatypes.buffer_of
+
+    def checked(tensor: torch.Tensor, datatype: Any = None) -> tuple[Any, int, Any]:
+        memory, count, kind = truly(tensor, datatype)
+        assert count <= LIMIT
+        return memory, count, kind
+
+    monkeypatch.setattr(datatypes, "buffer_of", checked)
 
 
 def test_reductions() -> None:
