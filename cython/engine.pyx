@@ -21,7 +21,7 @@ thread at a time is that somebody, the holder of `progress_lock`:
 
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdlib cimport calloc, free
-from posix.time cimport CLOCK_MONOTONIC, timespec
+from posix.time cimport CLOCK_MONOTONIC
 
 from mpi4py.libmpi cimport MPI_COMM_NULL, MPI_SUCCESS, MPI_Comm
 
@@ -29,7 +29,6 @@ from mpiddp.errors cimport check, check_errno
 from mpiddp.memory import allocate_private
 from mpiddp.system cimport (
     ask_for_slices,
-    as_timespec,
     create_thread_without_signals,
     getpid,
     load,
@@ -40,7 +39,6 @@ from mpiddp.system cimport (
     pthread_cond_init,
     pthread_cond_signal,
     pthread_cond_t,
-    pthread_cond_timedwait,
     pthread_cond_wait,
     pthread_condattr_destroy,
     pthread_condattr_init,
@@ -56,6 +54,7 @@ from mpiddp.system cimport (
     pthread_t,
     sched_yield,
     store,
+    wait_for_signal,
 )
 from mpiddp.waiting cimport YIELD, give_way, sleep_after
 
@@ -257,7 +256,6 @@ cdef void *engine_thread(void *argument) noexcept nogil:
     cdef double longest = NAP_LONGEST
     cdef double ran = processor_time()
     cdef double running, waking = 0
-    cdef timespec until
     cdef int advanced
     name_thread("mpiddp engine")
     ask_for_slices(SLICE_NANOSECONDS)
@@ -265,8 +263,7 @@ cdef void *engine_thread(void *argument) noexcept nogil:
     while not state.stop:
         if state.waiters or not state.pending:
             if now() < state.alert_until:
-                until = as_timespec(now() + NAP_LONGEST)
-                pthread_cond_timedwait(&state.wake, &state.queue_lock, &until)
+                wait_for_signal(&state.wake, &state.queue_lock, NAP_LONGEST)
             else:
                 state.asleep = 1
                 pthread_cond_wait(&state.wake, &state.queue_lock)
@@ -290,11 +287,10 @@ cdef void *engine_thread(void *argument) noexcept nogil:
             longest = min(max(NAPS_TO_WAKING * waking, NAP_LONGEST), NAP_LIMIT)
             nap = min(2 * nap, longest)
         ran = running
-        until = as_timespec(now() + nap)
         pthread_mutex_lock(&state.queue_lock)
         if not state.stop and not state.waiters:
             state.naps += 1
-            pthread_cond_timedwait(&state.wake, &state.queue_lock, &until)
+            wait_for_signal(&state.wake, &state.queue_lock, nap)
     pthread_mutex_unlock(&state.queue_lock)
     return NULL
 
@@ -473,10 +469,10 @@ cdef class Engine:
 
     @property
     def counters(self):
-        """What the engine has done since it was made, by name.
+        """What the engine has done with gradients since it was made, by name.
 
-        Of gradients alone. ``submitted``: all-reduces; ``chunks``: chunks that finished, of which
-        ``thread_chunks`` on the engine thread; ``naps``: times that thread slept.
+        ``submitted``: all-reduces; ``chunks``: chunks that finished, of which ``thread_chunks`` on
+        the engine thread; ``naps``: times that thread slept.
         """
         return {
             "submitted": self.state.submitted,

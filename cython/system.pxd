@@ -122,3 +122,11 @@ cdef inline timespec as_timespec(double seconds) noexcept nogil:
 cdef inline void sleep_for(double seconds) noexcept nogil:
     cdef timespec time = as_timespec(seconds)
     nanosleep(&time, NULL)
+
+
+cdef inline int wait_for_signal(
+    pthread_cond_t *cond, pthread_mutex_t *lock, double seconds
+) noexcept nogil:
+    """Wait for a condition on the monotonic clock; return 0 if it was signalled in time."""
+    cdef timespec until = as_timespec(now() + seconds)
+    return pthread_cond_timedwait(cond, lock, &until)

@@ -198,7 +198,7 @@ class OperatingGroup(dist.ProcessGroup):
         What follows `opts` is what other ranks must agree with, see `agreement.check`; `tensors`
         is None for a message, which is not compared nor counted.
         """
-        if torch.autograd._profiler_enabled():
+        if torch.autograd.profiler._is_profiler_enabled:
             with torch.profiler.record_function(f"mpiddp:{name}"):
                 return self._run(name, operation, opts, tensors, detail, compared, elements)
         return self._run(name, operation, opts, tensors, detail, compared, elements)
