@@ -58,11 +58,11 @@ for views in (False, True):
             model(tokens[0], 0).square().mean().backward()
         model(tokens[1], (rank + step) % 2).square().mean().backward()
         digests.append(all_bits((name, p.grad) for name, p in model.named_parameters()))
+        optimizer.step()
+        digests.append(all_bits(model.named_parameters()))
 # Waits below Python, where nobody makes progress.
 works = [dist.all_reduce(torch.ones(100_000), async_op=True) for _ in range(3)]
 torch._C._collect_all([work.get_future() for work in works]).wait()
-        optimizer.step()
-        digests.append(all_bits(model.named_parameters()))
 engine = dist.group.WORLD.engine
 
 # Thirty buckets of one number each, with time between: what is finished before the last arrives?
