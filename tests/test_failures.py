@@ -239,7 +239,10 @@ print("still here")
     assert job.seconds_after_failure < AT_ONCE
 
 
-@pytest.mark.parametrize("thread", ["1", "0"], ids=["thread", "no thread"])
+@pytest.mark.parametrize(
+    "thread",
+    [pytest.param("1", id="thread"), pytest.param("0", id="no thread", marks=pytest.mark.once)],
+)
 def test_backward_on_one_rank_less(
     tmp_path: Path, thread: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,7 +301,11 @@ else:
 
 
 @pytest.mark.parametrize(
-    "waiting", ["wrapped(torch.ones(2, 4)).sum().backward()", "dist.barrier()"]
+    "waiting",
+    [
+        "wrapped(torch.ones(2, 4)).sum().backward()",
+        pytest.param("dist.barrier()", marks=pytest.mark.once),
+    ],
 )
 def test_keyboard_interrupt_ends_the_wait_for_a_missing_rank(tmp_path: Path, waiting: str) -> None:
     job = run(

@@ -115,6 +115,7 @@ def test_import_does_not_initialise_mpi(tmp_path: Path) -> None:
     assert_clean(done, "not initialised")
 
 
+@pytest.mark.once
 def test_world_of_one_without_mpirun(tmp_path: Path) -> None:
     done = start(
         tmp_path,
@@ -135,7 +136,7 @@ def test_world_of_one_without_mpirun(tmp_path: Path) -> None:
     assert_clean(done, "trained twice")
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_topology_variables_and_communicators(tmp_path: Path, ranks: int) -> None:
     done = launch(
         tmp_path,
@@ -223,6 +224,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS.keys())
 def test_end(tmp_path: Path, ending: str) -> None:
     done = launch(
@@ -268,6 +270,7 @@ def test_begin_again_after_torchs_own_end(tmp_path: Path) -> None:
     assert "still here" not in done.stdout
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("ending", ["", "mpiddp.destroy_process_group()"], ids=["exit", "destroy"])
 def test_mpi4py_told_not_to_initialise(tmp_path: Path, ending: str) -> None:
     done = launch(

@@ -179,6 +179,7 @@ def run(folder: Path, source: str, ranks: int, **env: str) -> str:
     return done.stderr
 
 
+@pytest.mark.once
 @pytest.mark.timeout(100)
 def test_rank_that_ended_and_one_that_does_something_else(tmp_path: Path) -> None:
     source = """
@@ -207,6 +208,7 @@ dist.barrier()
     assert "Rank 1 does not answer" in run(tmp_path, source, 2)
 
 
+@pytest.mark.once
 @pytest.mark.timeout(100)
 def test_without_progress_thread(tmp_path: Path) -> None:
     source = """
