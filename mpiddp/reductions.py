@@ -256,7 +256,7 @@ def _add_up(parts: list[torch.Tensor], total: torch.Tensor) -> None:
     with torch.no_grad():
         total.copy_(parts[0])
         for part in parts[1:]:
-            total.add_(part)
+            total.add_(part.to(total.dtype))  # torch adds no uint16 to an int32
 
 
 def _iallreduce(

@@ -142,7 +142,7 @@ print("right", flush=True)
 """
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_the_limit_computes_means(n: int) -> None:
     done = mpirun.run(n, ["-c", LIMIT], timeout=100, env={"PYTHONPATH": str(BENCHMARKS)})
     assert done.returncode == 0, done.stderr

@@ -21,6 +21,8 @@ from group_data import (
     size,
 )
 
+from mpiddp import reductions
+
 pytestmark = [
     pytest.mark.mpi,
     pytest.mark.timeout(120),
@@ -140,6 +142,17 @@ class TestReduceScatter:
         assert_same_bits(outputs[0], torch.full((2,), float(size())))
         assert_same_bits(outputs[1], torch.full((3,), size(), dtype=torch.int32))
 
+    def test_output_in_the_input(self) -> None:
+        for own in range(size()):
+            whole = torch.arange(2.0 * size())
+            part = whole[2 * own : 2 * own + 2]  # another rank's as well
+            dist.reduce_scatter_single(part, whole)
+            expected = size() * torch.arange(2.0 * size())[2 * rank() : 2 * rank() + 2]
+            assert_same_bits(part, expected)
+        parts = [torch.full((3,), float(to)) for to in range(size())]
+        dist.reduce_scatter(parts[rank()], parts)
+        assert_same_bits(parts[rank()], torch.full((3,), float(rank() * size())))
+
     def test_wrong_arguments(self) -> None:
         with pytest.raises(ValueError, match=rf"needs {size()} input .* {size() + 1}"):
             dist.reduce_scatter(torch.empty(1), [torch.ones(1)] * (size() + 1))
@@ -147,6 +160,27 @@ class TestReduceScatter:
             dist.reduce_scatter_single(torch.empty(3), torch.ones(2))
         with pytest.raises(ValueError, match="into an output of 2"):
             dist.reduce_scatter(torch.empty(2), [torch.ones(1)] * size())
+
+
+class TestReduceScatterOfMuch(TestReduceScatter):
+    """From some size on the ranks exchange their parts and add them up themselves."""
+
+    @pytest.fixture(autouse=True)
+    def any_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reductions, "_SUMMED_HERE", 0)
+
+
+def test_much_is_added_in_order_of_ranks() -> None:
+    """So that the bits are the same from run to run, whoever comes first."""
+    count = 1 << 18
+    generators = [torch.Generator().manual_seed(seed) for seed in range(size())]
+    inputs = [torch.randn(size() * count, generator=generator) for generator in generators]
+    output = torch.empty(count)
+    dist.reduce_scatter_single(output, inputs[rank()])
+    expected = inputs[0].split(count)[rank()].clone()
+    for tensor in inputs[1:]:
+        expected += tensor.split(count)[rank()]
+    assert_same_bits(output, expected)
 
 
 @pytest.mark.parametrize("dtype", [*REAL, *COMPLEX, *INTEGERS], ids=name_of)
