@@ -100,7 +100,7 @@ class OperatingGroup(dist.ProcessGroup):
         Collective. Harmless when called twice.
         """
         self._sweep()
-        _abandoned.extend(self._under_way)
+        self.abandon(*self._under_way)
         self._under_way.clear()
         if self.communicator != MPI.COMM_NULL:
             self.communicator.Free()

@@ -224,10 +224,12 @@ class Work(TorchWork):
             self._fail(error)
 
     def _give_up(self) -> None:
-        self._group.abandon(self._operation, self.pending)
         self._fail(self._group.timed_out(self.name, self._seconds, self.number))
 
     def _fail(self, error: Exception) -> None:
+        if not all(pending.done for pending in self.pending):
+            # One message failed, but the engine still moves the others.
+            self._group.abandon(self._operation, self.pending)
         self._error = error
         self._operation = None
 

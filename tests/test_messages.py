@@ -1,5 +1,6 @@
 """send, recv, isend, irecv, batches of them, and objects: from rank to rank."""
 
+import gc
 import time
 from datetime import timedelta
 from typing import Any
@@ -8,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from group_data import EVERY, assert_same_bits, group, make, name_of, rank, size
+
+from mpiddp import operating_group
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
@@ -116,6 +119,33 @@ def test_message_of_another_size() -> None:
         received = torch.empty(3)
         dist.recv(received, 0)
         assert received.tolist() == [7.0] * 3
+
+
+def test_rest_of_what_failed_is_still_received() -> None:
+    """The memory of the other messages lives on, though the Work is gone."""
+    beside = dist.new_group()
+    if rank() == 0:
+        dist.send(torch.ones(3), 1)
+        dist.barrier(group=beside)
+        dist.send(torch.full((2,), 5.0), 1)
+    elif rank() == 1:
+        second = torch.zeros(2)
+        work = group().recv([torch.empty(2), second], 0)
+        with pytest.raises(RuntimeError, match=r"(?i)truncat"):
+            work.wait()
+        kept = [part for memory in operating_group._abandoned for part in memory]
+        assert any(part is work.pending for part in kept)
+        group()._sweep()
+        del work, kept
+        gc.collect()
+        dist.barrier(group=beside)
+        end = time.monotonic() + 20
+        while second[0] != 5 and time.monotonic() < end:
+            time.sleep(0.001)
+        assert second.tolist() == [5.0, 5.0]
+    else:
+        dist.barrier(group=beside)
+    dist.destroy_process_group(beside)
 
 
 def test_to_itself() -> None:
