@@ -12,6 +12,8 @@ cdef struct Place:
     char *address           # of the view in the bucket
     size_t bytes
     Layout layout
+    bint within_reach       # whether `bring_plain` may be tried
+    int dtype               # torch's number of it, if so
 
 
 cdef int find_place(Place *place, Bucket bucket, Py_ssize_t position) except -1
@@ -20,3 +22,6 @@ cdef char *copy_to_place(
 cdef int copy_from_place(
     Place *place, Bucket bucket, Py_ssize_t position, char *address, object gradient
 ) except -1
+cdef char *bring_plain(
+    Place *place, Bucket bucket, Py_ssize_t position, object parameter, void **held
+) except? NULL

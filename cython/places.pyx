@@ -9,6 +9,14 @@ from libc.string cimport memcpy
 import torch
 
 from mpiddp.bucket cimport Bucket
+from mpiddp.torch_tensors cimport (
+    dtype_code,
+    gradients_are_within_reach,
+    hold_gradient,
+    let_go,
+    plain_gradient,
+    point_gradient,
+)
 
 
 cdef enum:
@@ -28,6 +36,11 @@ cdef int find_place(Place *place, Bucket bucket, Py_ssize_t position) except -1:
         place.layout = LAYOUT_CONTIGUOUS
     else:
         place.layout = LAYOUT_STRIDED
+    place.within_reach = (
+        gradients_are_within_reach() and place.layout != LAYOUT_GENERAL
+        and place.bytes and not bucket.converts
+    )
+    place.dtype = dtype_code(view)
     return 0
 
 
@@ -42,7 +55,9 @@ cdef char *copy_to_place(
     cdef bint plain
     if address == place.address and place.bytes:
         return address
-    if place.layout == LAYOUT_CONTIGUOUS:
+    if address == NULL:
+        plain = False           # zeros that torch has not written out
+    elif place.layout == LAYOUT_CONTIGUOUS:
         plain = gradient.is_contiguous()
     elif place.layout == LAYOUT_STRIDED:
         plain = _same_layout(gradient, bucket.views[position])
@@ -71,6 +86,31 @@ cdef int copy_from_place(
     else:
         _copy(address, place.address, place.bytes)
     return 0
+
+
+cdef char *bring_plain(
+    Place *place, Bucket bucket, Py_ssize_t position, object parameter, void **held
+) except? NULL:
+    """Copy the gradient of `parameter` to its place, see Note [Gradients without Python objects].
+
+    If `held` is NULL, ``parameter.grad`` is the view there afterwards, else `held` keeps the
+    gradient until `let_go`.
+
+    Returns:
+        What `copy_to_place` does; NULL if nothing was done and Python must look.
+    """
+    view = bucket.views[position]
+    cdef char *address = plain_gradient(
+        parameter, view, place.dtype, place.layout == LAYOUT_CONTIGUOUS)
+    if address == NULL or address == place.address:
+        return address
+    if held != NULL:
+        let_go(held)
+        held[0] = hold_gradient(parameter)
+    _copy(place.address, address, place.bytes)
+    if held == NULL:
+        point_gradient(parameter, view)
+    return address
 
 
 cdef int _copy(char *to, const char *from_, size_t bytes_) except -1:

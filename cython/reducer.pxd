@@ -8,6 +8,7 @@ from mpiddp.places cimport Place
 cdef struct ParameterState:
     Place place             # in its bucket; none where gradients are sparse
     char *gradient          # address to write the mean back to, NULL: through torch
+    void *held              # keeps it, where `gradients` does not
     Py_ssize_t bucket
     Py_ssize_t position     # in its bucket
     int expected            # how often its hook runs in a backward, see static_graph.pyx
@@ -34,6 +35,7 @@ cdef class Reducer:
     cdef readonly double divisor            # fewer, while some ranks have joined
     cdef readonly Channel channel
     cdef ParameterState *states
+    cdef Py_ssize_t state_count
     cdef list gradients             # what .grad was when the hook copied from it
     cdef list expect_sparse
     cdef bint has_sparse
@@ -76,7 +78,8 @@ cdef class Reducer:
         self, Py_ssize_t index, object parameter, object gradient, bint brought
     ) except -1
     cdef int queue_callback(self) except -1
-    cdef int refuse_sharing(self) except -1
+    cdef bint notice(self, Py_ssize_t index, object parameter) except -1
+    cdef int note_hook(self, Py_ssize_t index, object parameter) except -1
     cdef int launch_full_buckets(self) except -1
     cdef int copy_out(self, Py_ssize_t index) except -1
     cdef int wait_for(self, Bucket bucket) except -1

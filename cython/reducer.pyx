@@ -42,13 +42,14 @@ from torch.autograd import Variable
 from mpiddp.bucket cimport INCOMPLETE, MISSED, Bucket
 from mpiddp.bucket import bytes_needed
 from mpiddp.engine cimport WAIT_TIMED_OUT, Channel, work_is_done
-from mpiddp.places cimport copy_from_place, copy_to_place, find_place
+from mpiddp.places cimport bring_plain, copy_from_place, copy_to_place, find_place
 from mpiddp.places import move_gradient, views_by_parameter
 from mpiddp.system cimport now
+from mpiddp.torch_tensors cimport has_gradient, let_go
 from mpiddp import sparse_gradients
 from mpiddp.python_hook import wait_for_all
 from mpiddp.verification import (
-    raise_other_kind, raise_shared_views, raise_timed_out, raise_used_again,
+    raise_other_kind, raise_timed_out, raise_used_again, refuse_shared_views,
 )
 
 _queue_callback = Variable._execution_engine.queue_callback
@@ -123,6 +124,7 @@ cdef class Reducer:
         self.hooks = []
         self.handles = []
         self.sharing = []
+        self.state_count = count
         self.states = <ParameterState *>calloc(max(count, 1), sizeof(ParameterState))
         if self.states == NULL:
             raise MemoryError
@@ -141,6 +143,10 @@ cdef class Reducer:
                 _abandoned.append(bucket)
 
     def __dealloc__(self):
+        cdef Py_ssize_t index
+        if self.states != NULL:
+            for index in range(self.state_count):
+                let_go(&self.states[index].held)
         free(self.states)
 
     cdef _register_hook(self, Py_ssize_t index):
@@ -217,6 +223,7 @@ cdef class Reducer:
         for index in range(len(self.parameters)):
             self.states[index].left = self.states[index].expected
             self.states[index].gradient = NULL
+            let_go(&self.states[index].held)
         for bucket in self.buckets:
             bucket.pending = len(bucket.parameter_indices)
             if not bucket.sparse:
@@ -229,28 +236,47 @@ cdef class Reducer:
 
     cdef int parameter_ready(self, Py_ssize_t index, object parameter) except -1:
         cdef ParameterState *state = &self.states[index]
-        cdef Bucket bucket
-        gradient = parameter.grad
-        brought = gradient is not None and not (self.before and self._is_old(index, gradient))
-        if brought:
-            state.used = True
-        if not self.expecting:
-            return 0
-        if state.left != 1:
-            if brought or not (<Bucket>self.buckets[state.bucket]).skipped:
-                self.count_hook(index)
-            else:
-                self.queue_callback()   # as in the iteration in which no rank used it
+        cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
+        cdef char *source = NULL
+        if not self.expecting or state.left != 1:
+            self.note_hook(index, parameter)
             return 0
         state.left = 0
         self.queue_callback()
         if not self.has_rebuilt_buckets:
             self.arrival_order.append(index)
-        self.take(index, parameter, gradient, brought)
-        bucket = <Bucket>self.buckets[state.bucket]
+        if state.place.within_reach and not self.before:
+            source = bring_plain(
+                &state.place, bucket, state.position, parameter,
+                NULL if self.gradient_as_bucket_view else &state.held)
+        if source != NULL:
+            state.gradient = source
+            state.used = True
+            self.ready += 1
+            bucket.pending -= 1
+            bucket.set_flag(state.position, True)
+        else:
+            self.take(index, parameter, parameter.grad, self.notice(index, parameter))
         if bucket.pending == 0 and state.bucket == self.next_bucket:
             self.launch_full_buckets()
         self.channel.poke()
+        return 0
+
+    cdef bint notice(self, Py_ssize_t index, object parameter) except -1:
+        """Note and return whether the hook of a parameter has brought a gradient."""
+        if not has_gradient(parameter) or (self.before and self._is_old(index, parameter.grad)):
+            return False
+        self.states[index].used = True
+        return True
+
+    cdef int note_hook(self, Py_ssize_t index, object parameter) except -1:
+        """Take note of a hook that does not make its parameter ready."""
+        brought = self.notice(index, parameter)
+        if self.expecting:
+            if brought or not (<Bucket>self.buckets[self.states[index].bucket]).skipped:
+                self.count_hook(index)
+            else:
+                self.queue_callback()   # as in the iteration in which no rank used it
         return 0
 
     cdef int count_hook(self, Py_ssize_t index) except -1:
@@ -288,28 +314,13 @@ cdef class Reducer:
         """Have `end_of_backward` called, see Note [End of backward]."""
         if self.expecting and not self.callback_queued:
             if self.sharing:
-                self.refuse_sharing()
+                refuse_shared_views(self, self.sharing)
             _queue_callback(self.end_of_backward)
             self.callback_queued = True
             if self.ready == 0:
                 for index in self.never_used:
                     self.take(index, self.parameters[index], self.parameters[index].grad, False)
                 self.launch_full_buckets()
-        return 0
-
-    cdef int refuse_sharing(self) except -1:
-        """Refuse a backward in which two reducers want the same gradients in their buckets."""
-        cdef Reducer other
-        for reference in self.sharing:
-            other = reference()
-            if other is None or not other.expecting:
-                continue
-            if self.gradient_as_bucket_view or other.gradient_as_bucket_view:
-                shared = {id(parameter) for parameter in other.parameters}
-                raise_shared_views([
-                    self.describe_parameter(index)
-                    for index, parameter in enumerate(self.parameters) if id(parameter) in shared
-                ])
         return 0
 
     cdef int copy_in(self, Py_ssize_t index, object parameter, object gradient) except -1:
@@ -464,7 +475,7 @@ cdef class Reducer:
             if not bucket.flag(position):
                 if index in self.set_aside:
                     view.copy_(self.set_aside[index])
-            elif self.gradients[index] is not None:
+            elif self.gradients[index] is not None or self.states[index].held != NULL:
                 self.copy_out(index)
             elif parameter.grad is None:
                 if not self.gradient_as_bucket_view:

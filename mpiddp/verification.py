@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from mpiddp.process_group import ProcessGroup
+    from mpiddp.reducer import Reducer
 
 _SHOWN = 10
 
@@ -175,17 +177,35 @@ def raise_other_kind(parameter: str, gradient: torch.Tensor, expected: torch.dty
     )
 
 
-def raise_shared_views(parameters: Sequence[str]) -> NoReturn:
-    """Raise for parameters that two wrapped modules reduce in one backward. Not collective.
+def refuse_shared_views(reducer: Reducer, others: Sequence[weakref.ref[Reducer]]) -> None:
+    """Refuse a backward in which two reducers want the same gradients in their buckets.
+
+    Not collective.
+
+    Args:
+        reducer: of this backward.
+        others: those of modules that share parameters with it.
 
     Raises:
-        RuntimeError: always.
+        RuntimeError: one of them expects gradients too, and either has them as views.
     """
-    raise RuntimeError(
-        f"{parameters[0]} and {len(parameters) - 1} more belong to two wrapped modules that are "
-        f"reduced in the same backward, and a gradient cannot be a view into two buckets: wrap "
-        f"the module once, or wrap it without gradient_as_bucket_view=True."
-    )
+    for reference in others:
+        other = reference()
+        if other is None or not other.expecting:
+            continue
+        if not (reducer.gradient_as_bucket_view or other.gradient_as_bucket_view):
+            continue
+        theirs = {id(parameter) for parameter in other.parameters}
+        shared = [
+            reducer.describe_parameter(index)
+            for index, parameter in enumerate(reducer.parameters)
+            if id(parameter) in theirs
+        ]
+        raise RuntimeError(
+            f"{shared[0]} and {len(shared) - 1} more belong to two wrapped modules that are "
+            f"reduced in the same backward, and a gradient cannot be a view into two buckets: wrap "
+            f"the module once, or wrap it without gradient_as_bucket_view=True."
+        )
 
 
 def raise_timed_out(process_group: ProcessGroup, bucket: str) -> NoReturn:

@@ -1,0 +1,267 @@
+"""Read and set a parameter's gradient by torch's C functions, without a Python object for it.
+
+Note [Gradients without Python objects]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Each new gradient that Python looks at gets a Python object, which is half of what a hook
+costs (1 of 2 us), only to be dropped for the view in the bucket. torch exports what is needed
+to go without: the functions of its stable C interface (torch/csrc/inductor/aoti_torch/c/shim.h)
+take a pointer to an at::Tensor, a Python tensor holds one behind its object header
+(torch/csrc/autograd/python_variable.h), and c10::TensorImpl::grad gives that of the gradient.
+Nothing is linked. The functions are looked up in the libraries that torch has loaded, and used
+only if they are all there and agree with Python about some tensors; else, and for each gradient
+that is not plain memory in the layout of its view, Python does it.
+"""
+
+from cpython.object cimport PyObject
+from libc.stdint cimport int32_t, int64_t
+
+import os
+
+import torch
+
+
+cdef extern from "<dlfcn.h>" nogil:
+    void *dlopen(const char *, int)
+    void *dlsym(void *, const char *)
+    const int RTLD_NOW
+    const int RTLD_NOLOAD
+
+cdef extern from "<stdbool.h>":
+    ctypedef bint c_bool "bool"
+
+
+# A pointer to an at::Tensor, which is itself one pointer, to a c10::TensorImpl.
+ctypedef void **Tensor
+# Of the C interface: 0 is success.
+ctypedef int32_t (*GetPointer)(Tensor, void **) noexcept nogil
+ctypedef int32_t (*GetNumber)(Tensor, int32_t *) noexcept nogil
+ctypedef int32_t (*GetSize)(Tensor, int64_t *) noexcept nogil
+ctypedef int32_t (*GetSizes)(Tensor, int64_t **) noexcept nogil
+ctypedef int32_t (*GetFlag)(Tensor, c_bool *) noexcept nogil
+ctypedef int32_t (*Assign)(Tensor, Tensor) noexcept nogil
+ctypedef int32_t (*Hold)(Tensor, Tensor *) noexcept nogil
+ctypedef int32_t (*LetGo)(Tensor) noexcept nogil
+# Of C++: methods of c10::TensorImpl, and at::native::is_neg.
+ctypedef Tensor (*Gradient)(void *) noexcept nogil
+ctypedef c_bool (*IsNegated)(Tensor) noexcept nogil
+
+
+cdef struct Functions:
+    GetPointer data_ptr
+    GetNumber dtype
+    GetNumber layout
+    GetSize dim
+    GetSizes sizes
+    GetSizes strides
+    GetFlag is_defined
+    GetFlag is_contiguous
+    Assign assign
+    Hold new_handle
+    LetGo delete
+    Gradient grad
+    Gradient mutable_grad
+    IsNegated is_neg
+
+
+cdef Functions functions
+cdef Py_ssize_t tensor_offset       # of the at::Tensor in a Python tensor
+cdef int32_t strided
+cdef bint usable = False
+cdef bint in_python = False
+
+
+cdef bint gradients_are_within_reach() noexcept:
+    return usable and not in_python
+
+
+cdef Tensor tensor_in(PyObject *tensor) noexcept:
+    return <Tensor>(<char *>tensor + tensor_offset)
+
+
+cdef int dtype_code(object tensor) noexcept:
+    """Return torch's number of a dtype, -1 if it is out of reach."""
+    cdef int32_t code = -1
+    if usable:
+        functions.dtype(tensor_in(<PyObject *>tensor), &code)
+    return code
+
+
+cdef bint has_gradient(object parameter) except -1:
+    """Whether ``parameter.grad`` is not None."""
+    cdef c_bool defined = False
+    if not gradients_are_within_reach():
+        return parameter.grad is not None
+    functions.is_defined(functions.grad(tensor_in(<PyObject *>parameter)[0]), &defined)
+    return defined
+
+
+cdef char *plain_gradient(
+    object parameter, object view, int dtype, bint contiguous
+) noexcept:
+    """Return where the gradient's elements are, NULL if there are none or Python must look.
+
+    They are of `dtype` (a number of torch's) and lie as those of `view` do, of the same shape:
+    one behind the other if `contiguous`.
+    """
+    cdef Tensor gradient = functions.grad(tensor_in(<PyObject *>parameter)[0])
+    cdef void *address = NULL
+    cdef c_bool flag = False
+    cdef int32_t number = -1
+    if functions.is_defined(gradient, &flag) or not flag:
+        return NULL
+    if functions.dtype(gradient, &number) or number != dtype:
+        return NULL
+    if functions.layout(gradient, &number) or number != strided:
+        return NULL
+    if contiguous:
+        if functions.is_contiguous(gradient, &flag) or not flag:
+            return NULL
+    elif not same_strides(gradient, tensor_in(<PyObject *>view)):
+        return NULL
+    if functions.is_neg(gradient) or functions.data_ptr(gradient, &address):
+        return NULL
+    return <char *>address
+
+
+cdef bint same_strides(Tensor gradient, Tensor view) noexcept:
+    cdef int64_t dimensions = -1, others = -1
+    cdef int64_t *sizes = NULL
+    cdef int64_t *ours = NULL
+    cdef int64_t *theirs = NULL
+    cdef Py_ssize_t dimension
+    if functions.dim(view, &dimensions) or functions.dim(gradient, &others):
+        return False
+    if functions.sizes(view, &sizes) or functions.strides(view, &ours):
+        return False
+    if dimensions != others or functions.strides(gradient, &theirs):
+        return False
+    for dimension in range(dimensions):
+        if sizes[dimension] != 1 and ours[dimension] != theirs[dimension]:
+            return False
+    return True
+
+
+cdef int point_gradient(object parameter, object view) except -1:
+    """Let ``parameter.grad`` be `view`, of the same shape, dtype and device."""
+    cdef Tensor gradient = functions.mutable_grad(tensor_in(<PyObject *>parameter)[0])
+    if functions.assign(tensor_in(<PyObject *>view), gradient):
+        raise RuntimeError("torch cannot point a parameter's gradient to its bucket")
+    return 0
+
+
+cdef void *hold_gradient(object parameter) except NULL:
+    """Keep the gradient alive, whatever becomes of ``parameter.grad``, until `let_go`."""
+    cdef Tensor held = NULL
+    if functions.new_handle(functions.grad(tensor_in(<PyObject *>parameter)[0]), &held):
+        raise MemoryError
+    return held
+
+
+cdef void let_go(void **held) noexcept:
+    """Let go of what `hold_gradient` returned, unless it is NULL."""
+    if held[0] != NULL:
+        functions.delete(<Tensor>held[0])
+        held[0] = NULL
+
+
+def within_reach():
+    """Return whether gradients are read and set without Python. Not collective."""
+    return gradients_are_within_reach()
+
+
+def stay_in_python(bint value):
+    """Have all gradients read and set by Python from now on, or not. For tests. Not collective."""
+    global in_python
+    in_python = value
+
+
+cdef void *find(void *library, const char *name) except NULL:
+    cdef void *function = NULL
+    if library != NULL:
+        function = dlsym(library, name)
+    if function == NULL:
+        raise LookupError(name.decode())
+    return function
+
+
+cdef void *open_loaded(str name) except? NULL:
+    path = os.fsencode(os.path.join(os.path.dirname(torch.__file__), "lib", name))
+    return dlopen(path, RTLD_NOW | RTLD_NOLOAD)
+
+
+cdef _find_functions():
+    cdef void *core = open_loaded("libc10.so")
+    cdef void *torch_library = open_loaded("libtorch_cpu.so")
+    functions.data_ptr = <GetPointer>find(torch_library, "aoti_torch_get_data_ptr")
+    functions.dtype = <GetNumber>find(torch_library, "aoti_torch_get_dtype")
+    functions.layout = <GetNumber>find(torch_library, "aoti_torch_get_layout")
+    functions.dim = <GetSize>find(torch_library, "aoti_torch_get_dim")
+    functions.sizes = <GetSizes>find(torch_library, "aoti_torch_get_sizes")
+    functions.strides = <GetSizes>find(torch_library, "aoti_torch_get_strides")
+    functions.is_defined = <GetFlag>find(torch_library, "aoti_torch_is_defined")
+    functions.is_contiguous = <GetFlag>find(torch_library, "aoti_torch_is_contiguous")
+    functions.assign = <Assign>find(torch_library, "aoti_torch_assign_tensors")
+    functions.new_handle = <Hold>find(torch_library, "aoti_torch_new_tensor_handle")
+    functions.delete = <LetGo>find(torch_library, "aoti_torch_delete_tensor_object")
+    functions.is_neg = <IsNegated>find(torch_library, "_ZN2at6native6is_negERKNS_6TensorE")
+    functions.grad = <Gradient>find(core, "_ZNK3c1010TensorImpl4gradEv")
+    functions.mutable_grad = <Gradient>find(core, "_ZN3c1010TensorImpl12mutable_gradEv")
+
+
+cdef bint _find_offset(tensor) except -1:
+    """Find the pointer that ``_cdata`` tells right behind the object header."""
+    global tensor_offset
+    tensor_offset = sizeof(PyObject)
+    return <size_t>tensor_in(<PyObject *>tensor)[0] == <size_t>tensor._cdata
+
+
+cdef bint _agrees_with_python() except -1:
+    """Whether all that is used here says and does with some tensors what Python does."""
+    global strided, usable
+    cdef void *data = NULL
+    cdef void *held
+    parameter = torch.nn.Parameter(torch.zeros(2, 3))
+    view = torch.zeros(2, 3)
+    other = torch.ones(2, 3)
+    if not (_find_offset(parameter) and _find_offset(view)):
+        return False
+    if functions.layout(tensor_in(<PyObject *>view), &strided):
+        return False
+    usable = True
+    code = dtype_code(view)
+    if code == dtype_code(view.double()):
+        return False
+    if plain_gradient(parameter, view, code, True) != NULL:
+        return False
+    parameter.grad = other
+    if <size_t>plain_gradient(parameter, view, code, True) != <size_t>other.data_ptr():
+        return False
+    if <size_t>plain_gradient(parameter, view, code, False) != <size_t>other.data_ptr():
+        return False
+    # What is not plain: another layout in memory, a negation that is put off.
+    for unlike in (torch.zeros(3, 2).t(), torch.zeros(2, 3, dtype=torch.complex64).conj().imag):
+        parameter.grad = unlike
+        if plain_gradient(parameter, view, code, True) != NULL:
+            return False
+        if plain_gradient(parameter, view, code, False) != NULL:
+            return False
+    parameter.grad = other
+    address = other.data_ptr()
+    held = hold_gradient(parameter)
+    point_gradient(parameter, view)
+    kept = functions.data_ptr(<Tensor>held, &data) == 0 and <size_t>data == address
+    let_go(&held)
+    return kept and parameter.grad is view
+
+
+def _load():
+    """Find out whether gradients are within reach."""
+    global usable
+    try:
+        _find_functions()
+        usable = _agrees_with_python()
+    except LookupError:
+        usable = False
+
+
+_load()
