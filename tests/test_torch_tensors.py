@@ -151,3 +151,18 @@ def test_data_that_was_replaced(views, in_python):
         wrapped(torch.full((1, 3), float(RANK))).sum().backward()
         with together():
             assert model.weight.grad.tolist() == [[(SIZE - 1) / 2] * 3] * 2
+
+
+@pytest.mark.mpi
+@pytest.mark.filterwarnings("ignore:grad and param do not obey:UserWarning")
+def test_gradient_of_the_user_in_another_layout(views, in_python):
+    """Autograd adds to what is there, whose strides may be others than the parameter's."""
+    model = OneParameter(3, 2)
+    model.parameter = nn.Parameter(torch.zeros(2, 3).t())
+    wrapped = DDP(model, gradient_as_bucket_view=views)
+    for _ in range(3):
+        model.parameter.grad = torch.arange(6.0).reshape(3, 2)
+        wrapped(lambda: torch.full((3, 2), float(RANK))).backward()
+        with together():
+            expected = torch.arange(6.0).reshape(3, 2) + (SIZE - 1) / 2
+            assert torch.equal(model.parameter.grad, expected)
