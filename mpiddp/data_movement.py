@@ -6,6 +6,7 @@ generator] describes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,7 @@ def all_gather(group: ProcessGroup, outputs: Lists, inputs: Sequence[torch.Tenso
     for output, flat in zip(outputs, gathered, strict=True):
         if flat is not None:
             unpack(flat, output)
-    return lambda: [_stacked(output) for output in outputs]
+    return functools.partial(_stacked, outputs)
 
 
 def all_gather_single(
@@ -217,7 +218,11 @@ def check_number(group: ProcessGroup, name: str, what: str, tensors: Sequence[ob
         )
 
 
-def _stacked(parts: Sequence[torch.Tensor]) -> Any:
+def _stacked(outputs: Lists) -> list[Any]:
+    return [_one_of_all_ranks(parts) for parts in outputs]
+
+
+def _one_of_all_ranks(parts: Sequence[torch.Tensor]) -> Any:
     alike = all(p.shape == parts[0].shape and p.dtype == parts[0].dtype for p in parts)
     return torch.stack(list(parts)) if alike else list(parts)
 

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch._C._distributed_c10d import Work as TorchWork
 
-from mpiddp import agreement
+from mpiddp import agreement, device_tensors
 from mpiddp.calls import Call, call_of
 from mpiddp.compilation import run_as_it_is
 from mpiddp.completion import Completion
@@ -123,7 +123,13 @@ class OperatingGroup(dist.ProcessGroup):
         assert isinstance(pending, list)
         seconds = self.timeout.total_seconds()
         number = max((work.number for work in together), default=0)
-        return Work(self, "coalesced", operation, pending, seconds, number)
+        copies = [
+            each
+            for work in together
+            if isinstance(work, device_tensors.DeviceWork)
+            for each in work.copies
+        ]
+        return _work(copies, self, "coalesced", operation, pending, seconds, number)
 
     # For what is built on it.
 
@@ -186,45 +192,59 @@ class OperatingGroup(dist.ProcessGroup):
     def _start(
         self,
         name: str,
-        operation: Operation,
+        function: Callable[..., Operation],
+        arguments: tuple[Any, ...],
         opts: Any = None,
-        tensors: Sequence[torch.Tensor] | None = None,
+        tensors: Sequence[torch.Tensor] = (),
         detail: object = None,
         compared: Callable[[], Iterable[torch.Tensor]] | None = None,
         elements: Callable[[], tuple[Sequence[int], Sequence[int]]] | None = None,
+        message: bool = False,
     ) -> TorchWork:
         """Run an operation up to its end, or if it is asynchronous up to MPI's first calls.
 
-        What follows `opts` is what other ranks must agree with, see `agreement.check`; `tensors`
-        is None for a message, which is not compared nor counted.
+        `function` makes it from the group and `arguments`. What follows `opts` is what other ranks
+        must agree with, see `agreement.check`; a message is not compared nor counted. If the first
+        of `tensors` is on a GPU, so are all, see Note [Operations on copies].
         """
+        run = self._run
         if torch.autograd.profiler._is_profiler_enabled:
-            with torch.profiler.record_function(f"mpiddp:{name}"):
-                return self._run(name, operation, opts, tensors, detail, compared, elements)
-        return self._run(name, operation, opts, tensors, detail, compared, elements)
+            run = torch.profiler.record_function(f"mpiddp:{name}")(run)
+        return run(name, function, arguments, opts, tensors, detail, compared, elements, message)
 
     def _run(
         self,
         name: str,
-        operation: Operation,
+        function: Callable[..., Operation],
+        arguments: tuple[Any, ...],
         opts: Any,
-        tensors: Sequence[torch.Tensor] | None,
+        tensors: Sequence[torch.Tensor],
         detail: object,
         compared: Callable[[], Iterable[torch.Tensor]] | None,
         elements: Callable[[], tuple[Sequence[int], Sequence[int]]] | None,
+        message: bool,
     ) -> TorchWork:
         number = 0
+        at_once = opts is not None and not opts.asyncOp and self._together is None
+        copies: tuple[device_tensors.HostCopies, ...] = ()
+        if tensors and tensors[0].is_cpu is not device_tensors.CPU_IS_HOST:
+            operation, own = device_tensors.on_host(
+                self, name, function, arguments, beside=not at_once
+            )
+            copies = (own,)
+        else:
+            operation = function(self, *arguments)
         with self._starting:
-            if tensors is not None:
+            if not message:
                 self._enter(name, tensors, detail)
                 number = self.entered
                 if self._checked:
                     agreement.check(self, name, detail, tensors, compared, elements)
             pending = next(operation)
         waited = pending if isinstance(pending, list) else [pending]
-        if opts is not None and not opts.asyncOp and self._together is None:
+        if at_once:
             return self._finish(name, operation, waited, opts, number)
-        work = Work(self, name, operation, waited, self._limit(opts), number)
+        work = _work(copies, self, name, operation, waited, self._limit(opts), number)
         # A small message has gone at once, and the engine need not hear of it.
         if not work.is_completed():
             for each in waited:
@@ -269,9 +289,13 @@ class OperatingGroup(dist.ProcessGroup):
         return float(limit.total_seconds())
 
 
+def _work(copies: Sequence[device_tensors.HostCopies], *arguments: Any) -> Work:
+    return device_tensors.DeviceWork(copies, *arguments) if copies else Work(*arguments)
+
+
 def _each(works: list[Work]) -> Operation:
     """Wait for several works that were started already."""
     yield [pending for work in works for pending in work.pending]
     for work in works:
-        work.wait()
+        Work.wait(work)  # in whatever thread: no stream is to wait here
     return [tensor for work in works for tensor in work.result()]

@@ -1,11 +1,11 @@
-"""torch.distributed's process group on MPI: every operation on CPU tensors, async or not.
+"""torch.distributed's process group on MPI: every operation, async or not, on CPU and GPU.
 
 Gradients of DistributedDataParallel do not pass through here, they have the engine. Each
 operation starts nonblocking MPI calls on a communicator that is used for nothing else, and is
 waited for with a time limit, so a rank that never comes ends in an error on the others.
 
 The methods have torch's names; what they do is in reductions, data_movement and messages, as
-Note [An operation is a generator] says.
+Note [An operation is a generator] says, and for tensors on a GPU Note [Operations on copies].
 """
 
 from __future__ import annotations
@@ -36,21 +36,25 @@ from torch._C._distributed_c10d import Work as TorchWork
 from mpiddp import data_movement, messages, reductions
 from mpiddp.abort import abort_job
 from mpiddp.agreement import by_rank, by_rows, for_one
+from mpiddp.backend_questions import AnsweringGroup
 from mpiddp.compilation import run_as_it_is
 from mpiddp.completion import Completion
+from mpiddp.device_tensors import wait_for_stream
 from mpiddp.engine import Channel
 from mpiddp.gradient_queues import GradientQueues
 from mpiddp.monitored_barrier import MonitoredBarrier
-from mpiddp.operating_group import OperatingGroup
 from mpiddp.requests import Requests
 from mpiddp.state_broadcast import StateBroadcast
 from mpiddp.work import Operation
 
 Result = TypeVar("Result")
 
+# Whether torch is built for any; to ask takes less than to look at the options of a barrier.
+_HAS_GPUS = bool(torch.version.cuda or torch.version.hip)
+
 
 @run_as_it_is
-class ProcessGroup(OperatingGroup):
+class ProcessGroup(AnsweringGroup):
     """The ranks of one communicator, as torch.distributed sees them.
 
     Collective over `communicator`.
@@ -77,34 +81,9 @@ class ProcessGroup(OperatingGroup):
         self._state_broadcast: StateBroadcast | None = None
         self._monitored_barrier: MonitoredBarrier | None = None
 
-    # What torch.distributed asks about the group.
-
-    def getBackendName(self) -> str:
-        """Return "mpiddp". Not collective."""
-        return "mpiddp"
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        """Where tensors of this group may be; torch.distributed.checkpoint asks for a CPU."""
-        return [torch.device("cpu")]
-
-    def _get_backend(self, device: torch.device) -> ProcessGroup:
-        """Return what serves tensors on a device: no group of another backend beside this one."""
-        return self
-
     def get_group_store(self) -> Store | None:
         """Return the store that this group was made with. Not collective."""
         return self._store
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long an operation may wait for other ranks. Not collective."""
-        self.timeout = timeout
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self.entered
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: every rank counts its own operations."""
 
     def shutdown(self) -> None:
         """Free the group's communicators.
@@ -143,9 +122,7 @@ class ProcessGroup(OperatingGroup):
         for tensor in tensors:
             if tensor.layout is torch.sparse_coo:
                 return self._all_reduce_some_sparse(tensors, op, opts)
-        return self._start(
-            "all_reduce", reductions.all_reduce(self, tensors, op), opts, tensors, op
-        )
+        return self._start("all_reduce", reductions.all_reduce, (tensors, op), opts, tensors, op)
 
     def allreduce_coalesced(
         self, tensors: list[torch.Tensor], opts: AllreduceCoalescedOptions | None = None
@@ -153,10 +130,10 @@ class ProcessGroup(OperatingGroup):
         """Reduce several tensors, those of one dtype as one. Collective."""
         op = opts.reduceOp if opts is not None else dist.ReduceOp(dist.ReduceOp.SUM)
         if len(tensors) > 1 and len({tensor.dtype for tensor in tensors}) == 1:
-            operation = reductions.all_reduce_together(self, tensors, op)
+            function = reductions.all_reduce_together
         else:
-            operation = reductions.all_reduce(self, tensors, op)
-        return self._start("all_reduce_coalesced", operation, opts, tensors, op)
+            function = reductions.all_reduce
+        return self._start("all_reduce_coalesced", function, (tensors, op), opts, tensors, op)
 
     def reduce(self, tensors: list[torch.Tensor], opts: ReduceOptions) -> TorchWork:
         """Reduce each tensor to ``opts.rootRank``, as dist.reduce does. Collective.
@@ -166,8 +143,8 @@ class ProcessGroup(OperatingGroup):
         Raises:
             TypeError: the dtype has no such reduction.
         """
-        operation = reductions.reduce(self, tensors, opts.reduceOp, opts.rootRank)
-        return self._start("reduce", operation, opts, tensors, (opts.reduceOp, opts.rootRank))
+        how = (opts.reduceOp, opts.rootRank)
+        return self._start("reduce", reductions.reduce, (tensors, *how), opts, tensors, how)
 
     def reduce_scatter(
         self,
@@ -183,10 +160,10 @@ class ProcessGroup(OperatingGroup):
             ValueError: a list has not one tensor a rank, or this rank's tensors differ in size.
             TypeError: the dtype has no such reduction, or dtypes differ.
         """
-        operation = reductions.reduce_scatter(self, outputs, inputs, opts.reduceOp)
         return self._start(
             "reduce_scatter",
-            operation,
+            reductions.reduce_scatter,
+            (outputs, inputs, opts.reduceOp),
             opts,
             outputs,
             opts.reduceOp,
@@ -210,8 +187,8 @@ class ProcessGroup(OperatingGroup):
     ) -> TorchWork:
         """Do several `reduce_scatter_single`. Collective."""
         op = opts.reduceOp if opts is not None else dist.ReduceOp(dist.ReduceOp.SUM)
-        operation = reductions.reduce_scatter_single(self, outputs, inputs, op)
-        return self._start("reduce_scatter", operation, opts, inputs, op)
+        function = reductions.reduce_scatter_single
+        return self._start("reduce_scatter", function, (outputs, inputs, op), opts, inputs, op)
 
     # Older names, by which torch's C++ looks for them; their parameters are named otherwise.
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
@@ -227,9 +204,8 @@ class ProcessGroup(OperatingGroup):
         Collective.
         """
         root = opts.rootRank if opts is not None else 0
-        return self._start(
-            "broadcast", data_movement.broadcast(self, tensors, root), opts, tensors, root
-        )
+        function = data_movement.broadcast
+        return self._start("broadcast", function, (tensors, root), opts, tensors, root)
 
     def allgather(
         self,
@@ -244,8 +220,14 @@ class ProcessGroup(OperatingGroup):
         Raises:
             ValueError: a list has not one tensor a rank, or this rank's differs from its input.
         """
-        operation = data_movement.all_gather(self, outputs, inputs)
-        return self._start("all_gather", operation, opts, inputs, compared=lambda: _flat(outputs))
+        return self._start(
+            "all_gather",
+            data_movement.all_gather,
+            (outputs, inputs),
+            opts,
+            inputs,
+            compared=lambda: _flat(outputs),
+        )
 
     def allgather_coalesced(
         self,
@@ -277,8 +259,8 @@ class ProcessGroup(OperatingGroup):
         opts: AllgatherOptions | None = None,
     ) -> TorchWork:
         """Do several `all_gather_single`. Collective."""
-        operation = data_movement.all_gather_single(self, outputs, inputs)
-        return self._start("all_gather", operation, opts, inputs)
+        function = data_movement.all_gather_single
+        return self._start("all_gather", function, (outputs, inputs), opts, inputs)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
@@ -296,11 +278,11 @@ class ProcessGroup(OperatingGroup):
         Raises:
             ValueError: the list on ``opts.rootRank`` has not one tensor a rank.
         """
-        operation = data_movement.gather(self, outputs, inputs, opts.rootRank)
         root = opts.rootRank
         return self._start(
             "gather",
-            operation,
+            data_movement.gather,
+            (outputs, inputs, root),
             opts,
             inputs,
             root,
@@ -320,11 +302,11 @@ class ProcessGroup(OperatingGroup):
         Raises:
             ValueError: the list on ``opts.rootRank`` has not one tensor a rank.
         """
-        operation = data_movement.scatter(self, outputs, inputs, opts.rootRank)
         root = opts.rootRank
         return self._start(
             "scatter",
-            operation,
+            data_movement.scatter,
+            (outputs, inputs, root),
             opts,
             outputs,
             root,
@@ -344,10 +326,10 @@ class ProcessGroup(OperatingGroup):
         Raises:
             ValueError: a list has not one tensor a rank.
         """
-        operation = data_movement.all_to_all(self, outputs, inputs)
         return self._start(
             "all_to_all",
-            operation,
+            data_movement.all_to_all,
+            (outputs, inputs),
             opts,
             inputs,
             elements=lambda: (by_rank(self, [inputs]), by_rank(self, [outputs])),
@@ -369,12 +351,10 @@ class ProcessGroup(OperatingGroup):
             RuntimeError: the rows cannot be divided so.
             TypeError: the dtypes differ.
         """
-        operation = data_movement.all_to_all_single(
-            self, output, input, output_split_sizes, input_split_sizes
-        )
         return self._start(
             "all_to_all",
-            operation,
+            data_movement.all_to_all_single,
+            (output, input, output_split_sizes, input_split_sizes),
             opts,
             [input],
             elements=lambda: (
@@ -386,12 +366,14 @@ class ProcessGroup(OperatingGroup):
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def barrier(self, opts: BarrierOptions | None = None) -> TorchWork:
-        """Wait until all ranks are here. Collective."""
-        return self._start("barrier", self._barrier(), opts, ())
+        """Wait until all ranks are here.
 
-    def _barrier(self) -> Operation:
-        yield self.pending(self.communicator.Ibarrier(), "MPI_Ibarrier")
-        return []
+        Collective. With a GPU in `opts`, what its current stream has to do is waited for before.
+        """
+        device = opts.device if _HAS_GPUS and opts is not None else None
+        if device is not None and device.type != "cpu":
+            wait_for_stream(self, "barrier", device)
+        return self._start("barrier", _barrier, (), opts)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -416,7 +398,7 @@ class ProcessGroup(OperatingGroup):
         Raises:
             ValueError: there is no such rank, or MPI has no such tag.
         """
-        return self._start("send", messages.send(self, tensors, to, tag))
+        return self._start("send", messages.send, (tensors, to, tag), None, tensors, message=True)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> TorchWork:
         """Receive tensors from a rank of the group, as dist.irecv does. Not collective.
@@ -426,14 +408,15 @@ class ProcessGroup(OperatingGroup):
         Raises:
             ValueError: there is no such rank, or MPI has no such tag.
         """
-        return self._start("recv", messages.receive(self, tensors, source, tag))
+        function = messages.receive
+        return self._start("recv", function, (tensors, source, tag), None, tensors, message=True)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> TorchWork:
         """Receive tensors from any rank; the Work's source_rank says from which.
 
         Not collective. Raises what `recv` does.
         """
-        return self._start("recv", messages.receive(self, tensors, messages.ANY_SOURCE, tag))
+        return self.recv(tensors, messages.ANY_SOURCE, tag)
 
     # For the rest of mpiddp.
 
@@ -477,13 +460,18 @@ class ProcessGroup(OperatingGroup):
                     reductions.all_reduce_sparse(self, tensor, opts)
                 else:
                     self.allreduce([tensor], opts).wait()
-        return self._start("all_reduce", _nothing(tensors), opts, ())
+        return self._start("all_reduce", _nothing, (tensors,), opts)
 
 
 def _flat(lists: Sequence[Sequence[torch.Tensor]]) -> Iterator[torch.Tensor]:
     return (tensor for tensors in lists for tensor in tensors)
 
 
-def _nothing(result: Any) -> Operation:
+def _barrier(group: ProcessGroup) -> Operation:
+    yield group.pending(group.communicator.Ibarrier(), "MPI_Ibarrier")
+    return []
+
+
+def _nothing(group: ProcessGroup, result: Any) -> Operation:
     yield []
     return result

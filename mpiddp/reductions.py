@@ -37,13 +37,13 @@ def all_reduce(
     group: ProcessGroup, tensors: Sequence[torch.Tensor], op: dist.ReduceOp
 ) -> Operation:
     """Reduce each tensor over all ranks in place. Collective."""
-    pending: list[Pending] = []
     started = []
     for tensor in tensors:
         how = datatypes.reduction(tensor.dtype, op)
         # In place on every rank, as MPI wants it, whatever the layouts of their tensors are.
-        total = _contribution(tensor, how, op)
-        started.append((total, tensor, how))
+        started.append((_contribution(tensor, how, op), tensor, how))
+    pending: list[Pending] = []
+    for total, _, how in started:
         pending += _iallreduce(group, total, total, how)
     yield pending
     for total, tensor, how in started:
@@ -179,10 +179,10 @@ def all_reduce_sparse(group: ProcessGroup, tensor: torch.Tensor, opts: Any) -> N
     sparse_dim = splits.pop()
     indices, values = own.indices().contiguous(), own.values().contiguous()
     if not own._nnz():
-        indices = torch.empty(sparse_dim, 0, dtype=torch.int64)
-        values = torch.empty(0, *tensor.shape[sparse_dim:], dtype=tensor.dtype)
-    all_indices = [torch.empty(sparse_dim, count, dtype=torch.int64) for count in counts]
-    all_values = [torch.empty(count, *values.shape[1:], dtype=values.dtype) for count in counts]
+        indices = indices.new_empty(sparse_dim, 0)
+        values = values.new_empty(0, *tensor.shape[sparse_dim:])
+    all_indices = [indices.new_empty(sparse_dim, count) for count in counts]
+    all_values = [values.new_empty(count, *values.shape[1:]) for count in counts]
     group.allgather([all_indices, all_values], [indices, values], opts).wait()
     # Summed in order of ranks by coalesce(), so all ranks get the same bits.
     total = torch.sparse_coo_tensor(

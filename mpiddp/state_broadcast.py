@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from mpi4py import MPI
 
-from mpiddp import datatypes, transport
+from mpiddp import datatypes, device_tensors, transport
 from mpiddp.shared_broadcast import SharedBroadcast, bytes_needed
 
 if TYPE_CHECKING:
@@ -44,11 +44,16 @@ class StateBroadcast:
     def __call__(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Make `tensors` equal to rank 0's; return False if another way must be taken.
 
-        Collective. Any dtypes and strides; a tensor that is equal already is not written.
+        Collective. Any dtypes, strides and devices; a tensor that is equal already is not written.
 
         Raises:
             RuntimeError: a rank did not come within the group's timeout.
         """
+        if self._possible and device_tensors.any_on_device(tensors):
+            return device_tensors.through_host(self._group, "broadcast", tensors, self._on_host)
+        return self._on_host(tensors)
+
+    def _on_host(self, tensors: Sequence[torch.Tensor]) -> bool:
         size = min(bytes_needed(tensors), PIECE_BYTES)
         if self._possible and (self._shared is None or self._shared.capacity < size):
             self._allocate(size)

@@ -8,16 +8,21 @@ import torch
 import torch.distributed as dist
 
 
-def dense(tensor: torch.Tensor) -> torch.Tensor:
+def dense(tensor: torch.Tensor, anywhere: bool = False) -> torch.Tensor:
     """Return `tensor` if MPI can use its memory as it is, else a contiguous copy.
+
+    Args:
+        tensor: any strides, conjugated or not.
+        anywhere: it may be on a GPU, where the copy is then made.
 
     Raises:
         ValueError: it is not on the CPU.
         TypeError: its layout is not strided.
     """
-    if not tensor.is_cpu:
+    if not tensor.is_cpu and not anywhere:
         raise ValueError(
-            f"this version of mpiddp moves CPU tensors only, not a tensor on {tensor.device}"
+            f"a collective takes tensors that are all on one device, not on {tensor.device} and "
+            f"on the CPU"
         )
     if tensor.layout is not torch.strided:
         raise TypeError(f"cannot move a tensor of layout {tensor.layout} over MPI")

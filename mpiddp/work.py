@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 Operation = Generator["Pending | list[Pending]", None, Any]
 
-_NOT_GIVEN = timedelta(0)  # of Work.wait in torch
+NOT_GIVEN = timedelta(0)  # of Work.wait in torch
 
 
 class Work(TorchWork):
@@ -79,7 +79,7 @@ class Work(TorchWork):
         self._future: torch.futures.Future[Any] | None = None
         self._untold: torch.futures.Future[Any] | None = None  # the future while not completed
 
-    def wait(self, timeout: timedelta = _NOT_GIVEN) -> bool:
+    def wait(self, timeout: timedelta = NOT_GIVEN) -> bool:
         """Return True when the operation is complete.
 
         Args:
@@ -89,7 +89,7 @@ class Work(TorchWork):
             RuntimeError: it failed, or other ranks did not come in time. When only `timeout` has
                 passed, the operation goes on and may be waited for again.
         """
-        seconds = timeout.total_seconds() if timeout > _NOT_GIVEN else self._seconds
+        seconds = timeout.total_seconds() if timeout > NOT_GIVEN else self._seconds
         if not self.wait_for_end(seconds):
             raise self._group.timed_out(self.name, seconds, self.number)
         if self._error is not None:
@@ -127,11 +127,11 @@ class Work(TorchWork):
         return self._error
 
     def synchronize(self) -> None:
-        """Wait, as for CUDA tensors the stream would."""
+        """Do what `wait` does."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Wait: tensors on the CPU have no stream."""
+        """Do what `wait` does: MPI is waited for by the caller, and not by a stream."""
         self.wait()
 
     def result(self) -> Any:
@@ -154,7 +154,7 @@ class Work(TorchWork):
         if self._future is None:
             with self._lock:
                 if self._future is None:
-                    self._future = self._untold = OperationFuture(self)
+                    self._future = self._untold = self._new_future()
             if not self._group.engine.has_thread:
                 # Nobody would move it while its waiter sleeps below Python.
                 self.wait_for_end()
@@ -245,7 +245,13 @@ class Work(TorchWork):
         if self._error is not None:
             future.set_exception(self._error)
         else:
-            future.set_result(self._value())
+            self._complete(future)
+
+    def _new_future(self) -> OperationFuture:
+        return OperationFuture(self)
+
+    def _complete(self, future: torch.futures.Future[Any]) -> None:
+        future.set_result(self._value())
 
     def _value(self) -> Any:
         return self._result() if callable(self._result) else self._result
@@ -255,10 +261,14 @@ class OperationFuture(torch.futures.Future[Any]):
     """The future of a `Work`: whoever asks in Python moves the operation to its end.
 
     Not collective.
+
+    Args:
+        work: the operation.
+        devices: the GPUs that its result may be on.
     """
 
-    def __init__(self, work: Work) -> None:
-        super().__init__()
+    def __init__(self, work: Work, devices: Sequence[torch.device] = ()) -> None:
+        super().__init__(devices=list(devices))
         self._work = work
 
     def done(self) -> bool:
@@ -285,7 +295,7 @@ class OperationFuture(torch.futures.Future[Any]):
 class CompletedWork(TorchWork):
     """What a call that has waited already returns."""
 
-    def wait(self, timeout: timedelta = _NOT_GIVEN) -> bool:
+    def wait(self, timeout: timedelta = NOT_GIVEN) -> bool:
         """Return True. Not collective."""
         return True
 
