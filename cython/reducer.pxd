@@ -33,9 +33,10 @@ cdef class Reducer:
     cdef double world_size
     cdef readonly double divisor            # fewer, while some ranks have joined
     cdef readonly Channel channel
+    cdef readonly dict device_channels
     cdef ParameterState *states
     cdef list gradients             # what .grad was when the hook copied from it
-    cdef list expect_sparse
+    cdef readonly list expect_sparse
     cdef bint has_sparse
     cdef list hooks
     cdef list handles
@@ -52,6 +53,7 @@ cdef class Reducer:
     cdef list before                # .grad and its version at the end of forward
     cdef readonly list missing               # parameters that got no gradient in the last backward
     cdef Py_ssize_t next_bucket
+    cdef bint launching             # some thread is at it
     cdef readonly Py_ssize_t ready
     cdef readonly bint expecting             # a forward asked for gradients to be reduced
     cdef bint callback_queued
