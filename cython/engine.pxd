@@ -15,13 +15,14 @@ cdef enum WaitStatus:
 cdef struct Work:
     # The all-reduce of one bucket. Owned by the bucket, lent to the engine from
     # submit until `done`.
-    char *data              # summed and divided in place
+    char *data              # summed and divided in place; on a device, without the tail
     size_t count            # elements
     ElementType element
     double divisor          # what the sum over ranks is divided by
     size_t started          # elements handed to the transport so far
     size_t finished         # elements that hold the mean
     void *context           # what the transport keeps with the bucket's memory
+    void *stream            # of the device, on which `data` is filled; NULL is the default one
     int done                # read and written with load/store below
     Work *next
 
@@ -103,6 +104,7 @@ cdef class Channel:
     cdef readonly Engine engine
     cdef readonly object transport
     cdef readonly object communicator
+    cdef readonly object device     # a torch.device where buckets are, None for the CPU
     cdef readonly bint closed
     cdef ChannelState state
 

@@ -1,5 +1,7 @@
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from mpiddp.memory import BucketMemory
 
@@ -18,7 +20,10 @@ class Channel:
     engine: Engine
     transport: Any | None
     communicator: Any
+    device: torch.device | None
     closed: bool
     @property
     def idle(self) -> bool: ...
-    def allocate(self, sizes: Iterable[int]) -> list[BucketMemory]: ...
+    def allocate(
+        self, sizes: Sequence[int], tails: Sequence[int] | None = None
+    ) -> list[BucketMemory]: ...

@@ -392,6 +392,7 @@ cdef class Engine:
         channel.engine = self
         channel.transport = transport
         channel.communicator = communicator
+        channel.device = getattr(transport, "device", None)
         if transport is not None:
             channel.state.transport = <Transport *><size_t>transport.address
         pthread_mutex_lock(&self.state.progress_lock)
@@ -579,17 +580,24 @@ cdef class Channel:
         ):
             self.engine.step()
 
-    def allocate(self, sizes):
-        """Return a `BucketMemory` for each of `sizes` in bytes.
+    def allocate(self, sizes, tails=None):
+        """Return a `BucketMemory` for each of `sizes` in bytes, a `DeviceMemory` on a device.
 
         Collective.
+
+        Args:
+            sizes: of the buckets, gradients and tails.
+            tails: how much of each, at its end, has its place in host memory. On the CPU all
+                has, and this is ignored.
 
         Raises:
             OSError: some rank has too little memory; raised on all ranks.
         """
         if self.transport is None:
             return allocate_private(sizes)
-        return self.transport.allocate(sizes)
+        if self.device is None:
+            return self.transport.allocate(sizes)
+        return self.transport.allocate(sizes, tails)
 
     def _raise_failure(self):
         cdef MPI_Comm comm = MPI_COMM_NULL

@@ -7,4 +7,17 @@ class BucketMemory:
     owner: object
     def __init__(self, buffer: torch.Tensor, owner: object = None, context: int = 0) -> None: ...
 
+class DeviceMemory(BucketMemory):
+    tail: torch.Tensor
+    divides_before: bool
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        owner: object = None,
+        context: int = 0,
+        tail: torch.Tensor | None = None,
+        divides_before: bool = False,
+    ) -> None: ...
+    def wait_on(self, stream: int) -> int: ...
+
 def allocate_private(sizes: Iterable[int]) -> list[BucketMemory]: ...

@@ -20,6 +20,31 @@ cdef class BucketMemory:
         self.context = <void *>context
 
 
+cdef class DeviceMemory(BucketMemory):
+    """The memory of one bucket on a device, and its tail on the host.
+
+    Not collective. This class itself is for means that are there when the work is done, as in a
+    world of one.
+
+    Args:
+        buffer: a 1-D uint8 tensor of zeros on the device, without the tail.
+        owner: kept alive as long as this object.
+        context: address of what the transport wants to find in each `Work`.
+        tail: a 1-D uint8 tensor of zeros on the CPU; None: it has none.
+        divides_before: gradients must be divided before they are summed.
+    """
+
+    def __init__(self, buffer, owner=None, size_t context=0, tail=None, bint divides_before=False):
+        BucketMemory.__init__(self, buffer, owner, context)
+        self.tail = torch.zeros(0, dtype=torch.uint8) if tail is None else tail
+        self.host_tail = <char *><size_t>self.tail.data_ptr()
+        self.divides_before = divides_before
+
+    cpdef int wait_on(self, size_t stream) except -1:
+        """Let what comes later on the stream wait for the means. Not collective."""
+        return 0
+
+
 def allocate_private(sizes):
     """Return a `BucketMemory` for each size in bytes that no other process sees.
 

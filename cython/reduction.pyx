@@ -1,0 +1,82 @@
+"""The all-reduce of one bucket's memory, from Python: for trials and measurements of transports."""
+
+import torch
+
+from mpiddp.engine cimport (
+    ELEMENT_BFLOAT16,
+    ELEMENT_FLOAT16,
+    ELEMENT_FLOAT32,
+    ELEMENT_FLOAT64,
+    WAIT_DONE,
+    Channel,
+    element_bytes,
+    work_is_done,
+)
+from mpiddp.memory cimport BucketMemory, DeviceMemory
+
+
+_ELEMENTS = {
+    torch.float32: ELEMENT_FLOAT32,
+    torch.float64: ELEMENT_FLOAT64,
+    torch.float16: ELEMENT_FLOAT16,
+    torch.bfloat16: ELEMENT_BFLOAT16,
+}
+
+
+cdef class Reduction:
+    """Replace what ranks have in a bucket by its mean, as often as it is submitted.
+
+    Not collective.
+
+    Args:
+        channel: the queue to put it in.
+        memory: one that `channel.allocate` has returned.
+        dtype: of the elements: float32, float64, float16 or bfloat16.
+        divisor: what the sum over ranks is divided by.
+    """
+
+    def __init__(self, Channel channel not None, BucketMemory memory not None, dtype,
+                 double divisor):
+        size = memory.buffer.numel()
+        if isinstance(memory, DeviceMemory):
+            size += (<DeviceMemory>memory).tail.numel()
+        self.channel = channel
+        self.memory = memory
+        self.work.data = <char *><size_t>memory.buffer.data_ptr()
+        self.work.element = _ELEMENTS[dtype]
+        self.work.count = size // element_bytes(self.work.element)
+        self.work.divisor = divisor
+        self.work.context = memory.context
+        self.work.done = 1
+
+    def submit(self, size_t stream=0):
+        """Queue it. Collective: in the same order on all ranks.
+
+        The memory must stay as it is until it is done, and so must this object.
+
+        Args:
+            stream: handle of the device's stream that fills the memory.
+
+        Raises:
+            RuntimeError: the channel has failed or is closed, or the last one is not done.
+        """
+        if not work_is_done(&self.work):
+            raise RuntimeError("this all-reduce is still under way")
+        self.work.stream = <void *>stream
+        self.channel.submit(&self.work)
+
+    def wait(self, double timeout):
+        """Return whether the means are there within a time. Collective.
+
+        Args:
+            timeout: in seconds from the last all-reduce that was done in the channel.
+
+        Raises:
+            RuntimeError: the all-reduce has failed.
+        """
+        return self.channel.wait(&self.work, timeout) == WAIT_DONE
+
+    @property
+    def done(self):
+        """Whether the means are there."""
+        return bool(work_is_done(&self.work))
