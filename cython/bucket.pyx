@@ -136,6 +136,7 @@ cdef class Bucket:
         compression: the 16-bit dtype in which float32 and float64 travel, None for none.
         gradients_are_views: the gradients will be the views, so these must be of their dtype.
         flags_only: a hook in Python moves the gradients, see Note [Hooks in Python].
+        staging_dtype: of what that hook gets; None is that of the gradients.
 
     Raises:
         TypeError: gradients of this dtype cannot be averaged.
@@ -144,7 +145,7 @@ cdef class Bucket:
     def __init__(self, Py_ssize_t index, parameters, parameter_indices, double divisor,
                  BucketMemory memory=None, Channel channel=None, bint sparse=False,
                  compression=None, bint gradients_are_views=False, bint flags_only=False,
-                 dtype=None):
+                 dtype=None, staging_dtype=None):
         cdef Py_ssize_t total, offset, multiple
         cdef ElementType element
         self.index = index
@@ -170,7 +171,8 @@ cdef class Bucket:
         self.flags_only = flags_only
         if flags_only or travels_as is not self.dtype:
             if flags_only or gradients_are_views:
-                self.staging = torch.zeros(total, dtype=self.dtype, device=self.buffer.device)
+                self.staging = torch.zeros(
+                    total, dtype=staging_dtype or self.dtype, device=self.buffer.device)
             else:
                 self.converts = True
         self.bytes_per_element = self.buffer.element_size()

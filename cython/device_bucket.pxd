@@ -18,7 +18,7 @@ cdef class DeviceBucket(Bucket):
     cdef set streams                    # on which the bucket's gradients were made
     cdef Event mark
 
-    cdef bint gather(self, Py_ssize_t position, object gradient) except -1
+    cdef int gather(self, Py_ssize_t position, object gradient) except -1
     cdef int clear(self, Py_ssize_t position) except -1
     cdef int receive(self) except -1
     cdef int write_out(self, list gradients) except -1

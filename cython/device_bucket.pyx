@@ -77,18 +77,18 @@ cdef class DeviceBucket(Bucket):
         self.mark = Event(self.runtime, self.device_index)
         self.flags = memory.host_tail
 
-    cdef bint gather(self, Py_ssize_t position, object gradient) except -1:
-        """Note a gradient that is to come into the bucket; return whether it lies elsewhere."""
+    cdef int gather(self, Py_ssize_t position, object gradient) except -1:
+        """Note a gradient that is to come into the bucket, if it does not lie there."""
         view = self.views[position]
         self.note_stream()
         if gradient.data_ptr() == view.data_ptr() and view.numel():
-            return False
+            return 0
         self.gathered.append(gradient)
         self.positions.append(position)
         self.gathered_bytes += gradient.nbytes
         if self.gathered_bytes >= self.limit:
             self.flush(self.runtime.current_stream(self.device))
-        return True
+        return 0
 
     cdef int clear(self, Py_ssize_t position) except -1:
         """Note that this rank has no gradient at a position."""

@@ -32,8 +32,9 @@ cdef class Reducer:
     cdef object timeout
     cdef double world_size
     cdef readonly double divisor            # fewer, while some ranks have joined
-    cdef readonly Channel channel
-    cdef readonly dict device_channels
+    cdef readonly dict channels
+    cdef readonly Channel channel           # of the first parameter's device
+    cdef readonly object mixed_precision
     cdef ParameterState *states
     cdef list gradients             # what .grad was when the hook copied from it
     cdef readonly list expect_sparse

@@ -76,7 +76,7 @@ cdef class Reducer:
     Args:
         parameters: the parameters that require a gradient, without duplicates.
         process_group: an `mpiddp.process_group.ProcessGroup`.
-        channel: the engine's queue for this reducer's buckets on the host.
+        channels: the engine's queue for the buckets on each device, by `torch.device`.
         assign_buckets: called with None, later with the order in which gradients
             arrived (a list of parameter indices), on all ranks; returns the parameter
             indices of each bucket in launch order, the same on all ranks.
@@ -88,22 +88,23 @@ cdef class Reducer:
         find_unused_parameters: as in torch's class.
         gradient_as_bucket_view: as in torch's class.
         skip_unused: `skip_all_reduce_unused_params` of torch's class.
-        device_channels: the queue for buckets on each device, by `torch.device`; on all ranks
-            in the same order.
+        mixed_precision: the dtype of the gradients and that in which a hook in Python gets them,
+            if these are not the parameters'; without views.
 
     Raises:
         TypeError: a parameter's dtype cannot be averaged.
     """
 
-    def __init__(self, parameters, process_group, Channel channel not None, assign_buckets,
+    def __init__(self, parameters, process_group, dict channels not None, assign_buckets,
                  describe_parameter, report_missing, *, expect_sparse=None,
                  bint find_unused_parameters=False, bint gradient_as_bucket_view=False,
-                 bint skip_unused=False, device_channels=None):
+                 bint skip_unused=False, mixed_precision=None):
         cdef Py_ssize_t index, count = len(parameters)
         self.parameters = list(parameters)
         self.process_group = process_group
-        self.channel = channel
-        self.device_channels = device_channels or {}
+        self.channels = channels
+        self.channel = channels[parameters[0].device]
+        self.mixed_precision = mixed_precision
         self.assign_buckets = assign_buckets
         self.describe_parameter = describe_parameter
         self.report_missing = report_missing
@@ -302,7 +303,8 @@ cdef class Reducer:
         if gradient.dtype is not bucket.dtype or gradient.layout is not _strided:
             raise_other_kind(self.describe_parameter(index), gradient, bucket.dtype)
         if bucket.on_device:
-            if (<DeviceBucket>bucket).gather(state.position, gradient):
+            (<DeviceBucket>bucket).gather(state.position, gradient)
+            if not self.gradient_as_bucket_view:
                 self.gradients[index] = gradient
             return 0
         source = copy_to_place(&state.place, bucket, state.position, gradient)
@@ -588,10 +590,6 @@ cdef class Reducer:
             handle.remove()
         self.hooks = []
         self.handles = []
-
-    def _autograd_hook(self, Py_ssize_t index):
-        """Mark parameter `index` ready, as its own hook would. Not collective."""
-        self.parameter_ready(index, self.parameters[index])
 
     cpdef int set_divisor(self, double divisor) except -1:
         """Divide the sums over ranks by `divisor` from now on. Not collective."""

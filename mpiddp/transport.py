@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpiddp.device_runtime import runtime_of
 from mpiddp.iallreduce import IallreduceTransport
 from mpiddp.lanes import LaneTransport
 from mpiddp.shared import SharedTransport
+from mpiddp.staging import StagingTransport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -88,9 +90,42 @@ def open_channel(engine: Engine, communicator: MPI.Comm, name: str) -> Channel:
     return engine.open_channel(IallreduceTransport(communicator), communicator)
 
 
+def open_device_channel(
+    engine: Engine, communicator: MPI.Comm, name: str, device: torch.device
+) -> Channel:
+    """Return a queue for buckets on a device, over a queue of the host.
+
+    Collective.
+
+    Args:
+        engine: the process's progress engine.
+        communicator: used by nothing else from now on.
+        name: of the host's transport, one of `TRANSPORTS`, the same on all ranks.
+        device: of this rank.
+
+    Raises:
+        OSError: as in `open_channel`.
+    """
+    runtime = runtime_of(device)
+    assert runtime is not None
+    inner = open_channel(engine, communicator, name)
+    return engine.open_channel(StagingTransport(inner, runtime, device), communicator)
+
+
+def close_channel(channel: Channel) -> None:
+    """Close an idle queue and the one that it is over; their communicator stays. Collective."""
+    inner = getattr(channel.transport, "inner", None)
+    channel.engine.close_channel(channel)
+    if channel.transport is not None:
+        channel.transport.free()
+    if inner is not None:
+        close_channel(inner)
+
+
 def sends_messages(channel: Channel) -> bool:
     """Whether gradients in this queue leave the memory that the ranks share. Not collective."""
-    return isinstance(channel.transport, IallreduceTransport | LaneTransport)
+    transport = getattr(channel.transport, "inner", channel).transport
+    return isinstance(transport, IallreduceTransport | LaneTransport)
 
 
 def ranks_of_node(communicator: MPI.Comm) -> MPI.Comm:
