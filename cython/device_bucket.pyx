@@ -134,7 +134,17 @@ cdef class DeviceBucket(Bucket):
     cdef int receive(self) except -1:
         """Let the current stream wait for the means, which the host knows to be on their way."""
         cdef size_t stream = self.runtime.current_stream(self.device)
-        self.device_memory.wait_on(stream)
+        cdef int earlier = self.device_index
+        # The default stream has the same handle on every device.
+        check_device(
+            self.runtime,
+            enter_device(&self.runtime.functions, self.device_index, &earlier),
+            "SetDevice", self.device_index,
+        )
+        try:
+            self.device_memory.wait_on(stream)
+        finally:
+            leave_device(&self.runtime.functions, self.device_index, earlier)
         if self.flags_only:
             # The hook in Python has its gradients from this stream.
             self.order(<size_t>self.work.stream, stream)
@@ -192,7 +202,6 @@ cdef class DeviceBucket(Bucket):
         if before == after:
             return 0
         with nogil:
-            # The default stream has the same handle on every device.
             code = enter_device(&self.runtime.functions, device, &earlier)
             if code == 0:
                 code = self.runtime.functions.event_record(self.mark.handle, <void *>before)
