@@ -9,7 +9,6 @@ import torch
 
 from mpiddp.bucket import Bucket, bytes_needed
 from mpiddp.device_bucket import DeviceBucket
-from mpiddp.device_runtime import runtime_of
 from mpiddp.memory import BucketMemory, DeviceMemory
 
 if TYPE_CHECKING:
@@ -69,16 +68,6 @@ def _allocate(reducer: Reducer, members: dict[int, list[torch.Tensor]]) -> dict[
             [bytes_needed(members[n], reducer.compression, only, dtype) for n in numbers]
             for only in (flags_only, True)
         )
-        channel = reducer.channels[device]
-        if channel.transport is None and runtime_of(device) is not None:
-            memories: Sequence[BucketMemory] = [
-                DeviceMemory(
-                    torch.zeros(size - tail, dtype=torch.uint8, device=device),
-                    tail=torch.zeros(tail, dtype=torch.uint8),
-                )
-                for size, tail in zip(sizes, tails, strict=True)
-            ]
-        else:
-            memories = channel.allocate(sizes, tails)
+        memories = reducer.channels[device].allocate(sizes, tails)
         found.update(zip(numbers, memories, strict=True))
     return found

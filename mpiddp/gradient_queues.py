@@ -10,8 +10,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch._C._distributed_c10d import AllreduceOptions
 
-from mpiddp.device_runtime import runtime_of
-from mpiddp.transport import close_channel, open_channel, open_device_channel
+from mpiddp.transport import open_channel, open_channel_of_one
 
 if TYPE_CHECKING:
     from mpiddp.engine import Channel
@@ -32,16 +31,15 @@ class GradientQueues:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._channels: list[Channel] = []
-        self._kinds: list[tuple[str, torch.device | None]] = []
+        self._kinds: list[tuple[str, torch.device]] = []
         self._lent: set[int] = set()
 
-    def lend(self, transport: str, device: torch.device | None) -> Channel:
+    def lend(self, transport: str, device: torch.device) -> Channel:
         """Return a queue over `transport`. Collective.
 
         Args:
             transport: one of `mpiddp.transport.TRANSPORTS`, the same on all ranks.
-            device: where the gradients are, which may be another one on each rank; None on all
-                ranks for the CPU.
+            device: where the gradients are; which GPU it is may be another one on each rank.
         """
         kind = (transport, device)
         free = torch.ones(len(self._channels), dtype=torch.uint8)
@@ -76,8 +74,7 @@ class GradientQueues:
         lent: dict[torch.device, Channel] = {}
         try:
             for device in dict.fromkeys(parameter.device for parameter in parameters):
-                on_device = runtime_of(device) is not None
-                lent[device] = self.lend(transport, device if on_device else None)
+                lent[device] = self.lend(transport, device)
         except BaseException:
             self.take_back(lent)
             raise
@@ -93,7 +90,9 @@ class GradientQueues:
         """Free the communicators of the queues that are idle. Collective."""
         for channel in self._channels:
             if channel.idle and channel.communicator is not None:
-                close_channel(channel)
+                channel.engine.close_channel(channel)
+                if channel.transport is not None:
+                    channel.transport.free()
                 channel.communicator.Free()
         self._channels.clear()
 
@@ -101,12 +100,10 @@ class GradientQueues:
         """Make `free` do nothing. Not collective."""
         self._channels.clear()
 
-    def _open(self, transport: str, device: torch.device | None) -> Channel:
+    def _open(self, transport: str, device: torch.device) -> Channel:
         if self._group.size() == 1:
-            return self._group.engine.open_channel(None)
+            return open_channel_of_one(self._group.engine, device)
         communicator = self._group.communicator.Dup()
         communicator.Set_errhandler(MPI.ERRORS_RETURN)
         communicator.Set_name(f"mpiddp gradients {len(self._channels)}")
-        if device is not None:
-            return open_device_channel(self._group.engine, communicator, transport, device)
-        return open_channel(self._group.engine, communicator, transport)
+        return open_channel(self._group.engine, communicator, transport, device)
