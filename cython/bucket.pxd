@@ -1,4 +1,4 @@
-from mpiddp.engine cimport ElementType, Work
+from mpiddp.engine cimport Channel, ElementType, Work
 from mpiddp.memory cimport BucketMemory
 
 
@@ -14,6 +14,8 @@ cdef class Bucket:
     cdef readonly list views
     cdef readonly object buffer
     cdef readonly BucketMemory memory
+    cdef readonly Channel channel       # the queue that it is submitted to
+    cdef readonly bint on_device        # it is a DeviceBucket
     cdef readonly object dtype          # of the gradients
     cdef readonly object staging        # the gradients, where they are not in the buffer
     cdef readonly bint flags_only       # the engine moves no gradients
@@ -25,11 +27,13 @@ cdef class Bucket:
     cdef Py_ssize_t bytes_per_element   # as they travel
     cdef ElementType element            # of the gradients
     cdef char *flags                # the tail, see Note [Flags behind the gradients]
+    cdef Py_ssize_t flag_count
 
     cdef int narrow(self, char *view, const char *gradient, size_t bytes_) except -1
     cdef int widen(self, char *gradient, const char *view, size_t bytes_) except -1
     cdef int fill_from_staging(self) except -1
     cdef int read_into_staging(self) except -1
+    cdef int fill_with_zeros(self) except -1
     cdef char *view_address(self, Py_ssize_t position) except? NULL
     cdef char *flag_address(self, Py_ssize_t position) noexcept nogil
     cdef void set_flag(self, Py_ssize_t position, bint value) noexcept nogil

@@ -2,6 +2,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mpiddp.engine import Channel
 from mpiddp.memory import BucketMemory
 
 def supported_dtypes() -> tuple[torch.dtype, ...]: ...
@@ -10,6 +11,7 @@ def bytes_needed(
     parameters: Sequence[torch.Tensor],
     compression: torch.dtype | None = None,
     flags_only: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> int: ...
 
 class Bucket:
@@ -21,6 +23,8 @@ class Bucket:
     sparse: bool
     skipped: bool
     memory: BucketMemory | None
+    channel: Channel | None
+    on_device: bool
     staging: torch.Tensor | None
     converts: bool
     flags_only: bool
@@ -31,10 +35,13 @@ class Bucket:
         parameter_indices: Sequence[int],
         divisor: float,
         memory: BucketMemory | None = None,
+        channel: Channel | None = None,
         sparse: bool = False,
         compression: torch.dtype | None = None,
         gradients_are_views: bool = False,
         flags_only: bool = False,
+        dtype: torch.dtype | None = None,
+        staging_dtype: torch.dtype | None = None,
     ) -> None: ...
     @property
     def gradients(self) -> torch.Tensor: ...

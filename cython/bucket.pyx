@@ -93,12 +93,19 @@ def wire_dtype(dtype, compression=None):
     return dtype
 
 
-def bytes_needed(parameters, compression=None, bint flags_only=False):
-    """Return the size of a bucket for `parameters` in bytes. Not collective."""
+def bytes_needed(parameters, compression=None, bint flags_only=False, dtype=None):
+    """Return the size of a bucket for `parameters` in bytes. Not collective.
+
+    Args:
+        parameters: of the bucket.
+        compression: as for `Bucket`.
+        flags_only: without the gradients.
+        dtype: of the gradients; None is that of the parameters.
+    """
     elements = len(parameters) + 2
     if not flags_only:
         elements += sum([parameter.numel() for parameter in parameters])
-    return elements * wire_dtype(parameters[0].dtype, compression).itemsize
+    return elements * wire_dtype(dtype or parameters[0].dtype, compression).itemsize
 
 
 cdef int _convert(
@@ -119,28 +126,33 @@ cdef class Bucket:
 
     Args:
         index: position in launch order.
-        parameters: the parameters, all of one dtype on the CPU.
+        parameters: the parameters, all of one dtype on one device.
         parameter_indices: their indices in the reducer's list.
         divisor: what the sum over ranks is divided by.
         memory: `bytes_needed` bytes of zeros; None if sparse.
+        channel: the engine's queue that gave the memory out.
+        dtype: of the gradients; None is that of the parameters.
         sparse: the one parameter's gradient is sparse; nothing is allocated.
         compression: the 16-bit dtype in which float32 and float64 travel, None for none.
         gradients_are_views: the gradients will be the views, so these must be of their dtype.
         flags_only: a hook in Python moves the gradients, see Note [Hooks in Python].
+        staging_dtype: of what that hook gets; None is that of the gradients.
 
     Raises:
         TypeError: gradients of this dtype cannot be averaged.
     """
 
     def __init__(self, Py_ssize_t index, parameters, parameter_indices, double divisor,
-                 BucketMemory memory=None, bint sparse=False, compression=None,
-                 bint gradients_are_views=False, bint flags_only=False):
+                 BucketMemory memory=None, Channel channel=None, bint sparse=False,
+                 compression=None, bint gradients_are_views=False, bint flags_only=False,
+                 dtype=None, staging_dtype=None):
         cdef Py_ssize_t total, offset, multiple
         cdef ElementType element
         self.index = index
         self.parameter_indices = tuple(parameter_indices)
         self.sparse = sparse
-        self.dtype = parameters[0].dtype
+        self.channel = channel
+        self.dtype = parameters[0].dtype if dtype is None else dtype
         self.views = []
         self.work.done = 1
         if sparse:
@@ -159,10 +171,12 @@ cdef class Bucket:
         self.flags_only = flags_only
         if flags_only or travels_as is not self.dtype:
             if flags_only or gradients_are_views:
-                self.staging = torch.zeros(total, dtype=self.dtype)
+                self.staging = torch.zeros(
+                    total, dtype=staging_dtype or self.dtype, device=self.buffer.device)
             else:
                 self.converts = True
         self.bytes_per_element = self.buffer.element_size()
+        self.flag_count = len(parameters) + 2
         offset = 0
         viewed = self.buffer if self.staging is None else self.staging
         with torch.no_grad():
@@ -171,20 +185,21 @@ cdef class Bucket:
                 self.views.append(_view_like(viewed, offset, parameter).data)
                 offset += parameter.numel()
         self.work.data = <char *><size_t>self.buffer.data_ptr()
-        self.work.count = self.buffer.numel() * multiple
+        self.work.count = self.flag_count * multiple
         self.work.element = element
         self.work.divisor = divisor
         self.work.context = memory.context
         self.flags = self.work.data
         if not flags_only:
             self.flags += total * self.bytes_per_element
+            self.work.count += total * multiple
 
     @property
     def gradients(self):
         """What the views are of: a 1-D tensor without the flags. Not collective."""
         if self.staging is not None:
             return self.staging
-        return self.buffer.narrow(0, 0, self.buffer.numel() - len(self.views) - 2)
+        return self.buffer.narrow(0, 0, sum([view.numel() for view in self.views]))
 
     cdef int narrow(self, char *view, const char *gradient, size_t bytes_) except -1:
         """Convert a gradient into its view of `bytes_`, where the bucket `converts`."""
@@ -212,16 +227,21 @@ cdef class Bucket:
                 self.work.data, self.staging.numel())
         return 0
 
+    cdef int fill_with_zeros(self) except -1:
+        """Let this rank have no gradient, and no flag set."""
+        if self.flags_only:
+            self.staging.zero_()
+        memset(self.work.data, 0, self.work.count * element_bytes(self.work.element))
+        return 0
+
     cdef char *view_address(self, Py_ssize_t position) except? NULL:
         return <char *><size_t>self.views[position].data_ptr()
 
     cdef char *flag_address(self, Py_ssize_t position) noexcept nogil:
         """Where the flag of a parameter is, or that of the bucket: INCOMPLETE, MISSED."""
-        cdef Py_ssize_t bytes_used
-        if position >= 0:
-            return self.flags + position * self.bytes_per_element
-        bytes_used = self.work.count * element_bytes(self.work.element)
-        return self.work.data + bytes_used + position * self.bytes_per_element
+        if position < 0:
+            position += self.flag_count
+        return self.flags + position * self.bytes_per_element
 
     cdef void set_flag(self, Py_ssize_t position, bint value) noexcept nogil:
         """Set the flag of a parameter or of the bucket on this rank."""

@@ -10,10 +10,7 @@ there, before they come to this backward. Until `finish`, the engine goes on whi
 waits in the process group.
 """
 
-from libc.string cimport memset
-
 from mpiddp.bucket cimport INCOMPLETE, MISSED, Bucket
-from mpiddp.engine cimport element_bytes
 from mpiddp.reducer cimport Reducer
 from mpiddp import sparse_gradients
 
@@ -54,11 +51,9 @@ def begin(Reducer reducer not None, double divisor):
 cdef _submit_zeros(Reducer reducer, Bucket bucket):
     if reducer.gradient_as_bucket_view and (bucket.staging is None or bucket.flags_only):
         _move_gradients_out(reducer, bucket)
-    if bucket.flags_only:
-        bucket.staging.zero_()
-    memset(bucket.work.data, 0, bucket.work.count * element_bytes(bucket.work.element))
+    bucket.fill_with_zeros()
     bucket.set_flag(INCOMPLETE, True)
-    reducer.channel.submit(&bucket.work)
+    bucket.channel.submit(&bucket.work)
 
 
 cdef _move_gradients_out(Reducer reducer, Bucket bucket):

@@ -38,7 +38,7 @@ cdef int find_place(Place *place, Bucket bucket, Py_ssize_t position) except -1:
         place.layout = LAYOUT_STRIDED
     place.within_reach = (
         gradients_are_within_reach() and place.layout != LAYOUT_GENERAL
-        and place.bytes and not bucket.converts
+        and place.bytes and not bucket.converts and not bucket.on_device
     )
     place.dtype = dtype_code(view)
     return 0

@@ -33,11 +33,13 @@ cdef class Reducer:
     cdef object timeout
     cdef double world_size
     cdef readonly double divisor            # fewer, while some ranks have joined
-    cdef readonly Channel channel
+    cdef readonly dict channels
+    cdef readonly Channel channel           # of the first parameter's device
+    cdef readonly object mixed_precision
     cdef ParameterState *states
     cdef Py_ssize_t state_count
     cdef list gradients             # what .grad was when the hook copied from it
-    cdef list expect_sparse
+    cdef readonly list expect_sparse
     cdef bint has_sparse
     cdef list hooks
     cdef list handles
@@ -54,6 +56,7 @@ cdef class Reducer:
     cdef list before                # .grad and its version at the end of forward
     cdef readonly list missing               # parameters that got no gradient in the last backward
     cdef Py_ssize_t next_bucket
+    cdef bint launching             # some thread is at it
     cdef readonly Py_ssize_t ready
     cdef readonly bint expecting             # a forward asked for gradients to be reduced
     cdef bint callback_queued

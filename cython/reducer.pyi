@@ -11,7 +11,10 @@ class Reducer:
     parameters: list[torch.Tensor]
     buckets: list[Bucket]
     process_group: Any
+    channels: dict[torch.device, Channel]
     channel: Channel
+    mixed_precision: tuple[torch.dtype, torch.dtype] | None
+    expect_sparse: list[bool]
     find_unused_parameters: bool
     gradient_as_bucket_view: bool
     has_rebuilt_buckets: bool
@@ -37,7 +40,7 @@ class Reducer:
         self,
         parameters: Sequence[torch.Tensor],
         process_group: Any,
-        channel: Channel,
+        channels: dict[torch.device, Channel],
         assign_buckets: Callable[[list[int] | None], list[list[int]]],
         describe_parameter: Callable[[int], str],
         report_missing: Callable[[list[tuple[int, int]], bool], None],
@@ -46,6 +49,7 @@ class Reducer:
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = False,
         skip_unused: bool = False,
+        mixed_precision: tuple[torch.dtype, torch.dtype] | None = None,
     ) -> None: ...
     def set_divisor(self, divisor: float) -> None: ...
     def was_used(self, index: int) -> bool: ...
@@ -56,7 +60,6 @@ class Reducer:
     def _build_buckets(self, assignment: Sequence[Sequence[int]]) -> None: ...
     def _rebuild_buckets(self) -> bool: ...
     def _remove_autograd_hooks(self) -> None: ...
-    def _autograd_hook(self, index: int) -> None: ...
 
 class ParameterHook:
     def __call__(self, parameter: torch.Tensor) -> None: ...

@@ -40,13 +40,14 @@ import torch
 from torch.autograd import Variable
 
 from mpiddp.bucket cimport INCOMPLETE, MISSED, Bucket
-from mpiddp.bucket import bytes_needed
+from mpiddp.device_bucket cimport DeviceBucket
 from mpiddp.engine cimport WAIT_TIMED_OUT, Channel, work_is_done
 from mpiddp.places cimport bring_plain, copy_from_place, copy_to_place, find_place
 from mpiddp.places import move_gradient, views_by_parameter
 from mpiddp.system cimport now
 from mpiddp.torch_tensors cimport has_gradient, let_go
 from mpiddp import sparse_gradients
+from mpiddp.bucket_building import make_buckets
 from mpiddp.python_hook import wait_for_all
 from mpiddp.verification import (
     raise_other_kind, raise_timed_out, raise_used_again, refuse_shared_views,
@@ -76,7 +77,7 @@ cdef class Reducer:
     Args:
         parameters: the parameters that require a gradient, without duplicates.
         process_group: an `mpiddp.process_group.ProcessGroup`.
-        channel: the engine's queue for this reducer's buckets.
+        channels: the engine's queue for the buckets on each device, by `torch.device`.
         assign_buckets: called with None, later with the order in which gradients
             arrived (a list of parameter indices), on all ranks; returns the parameter
             indices of each bucket in launch order, the same on all ranks.
@@ -88,19 +89,23 @@ cdef class Reducer:
         find_unused_parameters: as in torch's class.
         gradient_as_bucket_view: as in torch's class.
         skip_unused: `skip_all_reduce_unused_params` of torch's class.
+        mixed_precision: the dtype of the gradients and that in which a hook in Python gets them,
+            if these are not the parameters'; without views.
 
     Raises:
         TypeError: a parameter's dtype cannot be averaged.
     """
 
-    def __init__(self, parameters, process_group, Channel channel not None, assign_buckets,
+    def __init__(self, parameters, process_group, dict channels not None, assign_buckets,
                  describe_parameter, report_missing, *, expect_sparse=None,
                  bint find_unused_parameters=False, bint gradient_as_bucket_view=False,
-                 bint skip_unused=False):
+                 bint skip_unused=False, mixed_precision=None):
         cdef Py_ssize_t index, count = len(parameters)
         self.parameters = list(parameters)
         self.process_group = process_group
-        self.channel = channel
+        self.channels = channels
+        self.channel = channels[parameters[0].device]
+        self.mixed_precision = mixed_precision
         self.assign_buckets = assign_buckets
         self.describe_parameter = describe_parameter
         self.report_missing = report_missing
@@ -168,36 +173,13 @@ cdef class Reducer:
         cdef Bucket bucket
         cdef Py_ssize_t index
         old_views = views_by_parameter(self.buckets) if self.gradient_as_bucket_view else {}
-        members = [[self.parameters[index] for index in indices] for indices in assignment]
-        sparse = [self.expect_sparse[indices[0]] for indices in assignment]
-        memories = iter(
-            self.channel.allocate(
-                [
-                    bytes_needed(some, self.compression, self.python_hook is not None)
-                    for some, without in zip(members, sparse) if not without
-                ]
-            )
-        )
-        self.buckets = []
-        for indices, parameters, without in zip(assignment, members, sparse):
-            bucket = Bucket(
-                len(self.buckets),
-                parameters,
-                indices,
-                self.divisor,
-                None if without else next(memories),
-                sparse=without,
-                compression=self.compression,
-                gradients_are_views=self.gradient_as_bucket_view,
-                flags_only=self.python_hook is not None,
-            )
-            self.buckets.append(bucket)
-            bucket.skipped = self.unused_everywhere.issuperset(indices)
+        self.buckets = make_buckets(self, assignment)
+        for bucket in self.buckets:
+            bucket.skipped = self.unused_everywhere.issuperset(bucket.parameter_indices)
             self._find_views(bucket)
-            for index, view in zip(indices, bucket.views):
+            for index, view in zip(bucket.parameter_indices, bucket.views):
                 if index in old_views:
                     move_gradient(self.parameters[index], old_views[index], view)
-        for bucket in self.buckets:
             if bucket.skipped:
                 for index in bucket.parameter_indices:
                     self.states[index].expected = 0
@@ -229,6 +211,8 @@ cdef class Reducer:
             if not bucket.sparse:
                 bucket.set_flag(INCOMPLETE, False)
                 bucket.set_flag(MISSED, False)
+            if bucket.on_device:
+                (<DeviceBucket>bucket).forget()
         self.next_bucket = 0
         self.ready = 0
 
@@ -252,9 +236,9 @@ cdef class Reducer:
         if source != NULL:
             state.gradient = source
             state.used = True
+            bucket.set_flag(state.position, True)
             self.ready += 1
             bucket.pending -= 1
-            bucket.set_flag(state.position, True)
         else:
             self.take(index, parameter, parameter.grad, self.notice(index, parameter))
         if bucket.pending == 0 and state.bucket == self.next_bucket:
@@ -300,14 +284,13 @@ cdef class Reducer:
         cdef ParameterState *state = &self.states[index]
         cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
         self.ready += 1
-        bucket.pending -= 1
-        if bucket.sparse or bucket.skipped:
-            return 0
-        if brought:
-            self.copy_in(index, parameter, gradient)
-            bucket.set_flag(state.position, True)
-        else:
-            self.contribute_old(index, parameter, gradient)
+        if not bucket.sparse and not bucket.skipped:
+            if brought:
+                self.copy_in(index, parameter, gradient)
+                bucket.set_flag(state.position, True)
+            else:
+                self.contribute_old(index, parameter, gradient)
+        bucket.pending -= 1     # last: the thread of another device may be launching buckets
         return 0
 
     cdef int queue_callback(self) except -1:
@@ -315,8 +298,8 @@ cdef class Reducer:
         if self.expecting and not self.callback_queued:
             if self.sharing:
                 refuse_shared_views(self, self.sharing)
-            _queue_callback(self.end_of_backward)
             self.callback_queued = True
+            _queue_callback(self.end_of_backward)
             if self.ready == 0:
                 for index in self.never_used:
                     self.take(index, self.parameters[index], self.parameters[index].grad, False)
@@ -330,6 +313,11 @@ cdef class Reducer:
         cdef char *source
         if gradient.dtype is not bucket.dtype or gradient.layout is not _strided:
             raise_other_kind(self.describe_parameter(index), gradient, bucket.dtype)
+        if bucket.on_device:
+            (<DeviceBucket>bucket).gather(state.position, gradient)
+            if not self.gradient_as_bucket_view:
+                self.gradients[index] = gradient
+            return 0
         source = copy_to_place(&state.place, bucket, state.position, gradient)
         if source == state.place.address and state.place.bytes:
             return 0                # accumulated right where it belongs
@@ -343,18 +331,24 @@ cdef class Reducer:
     cdef int launch_full_buckets(self) except -1:
         """Submit the buckets that are full, in order of their indices, none skipped."""
         cdef Bucket bucket
-        while self.next_bucket < len(self.buckets):
-            bucket = <Bucket>self.buckets[self.next_bucket]
-            if bucket.pending:
-                break
-            if not bucket.sparse and not bucket.skipped:
-                bucket.fill_from_staging()
-                self.channel.submit(&bucket.work)
-            if self.next_bucket == 0:
-                self.communication_began = now()
-            self.next_bucket += 1
-            if self.python_hook is not None and not bucket.skipped:
-                self.python_hook.launch(self, bucket)
+        if self.launching:
+            return 0        # so the thread of another device comes to them
+        self.launching = True
+        try:
+            while self.next_bucket < len(self.buckets):
+                bucket = <Bucket>self.buckets[self.next_bucket]
+                if bucket.pending:
+                    break
+                if not bucket.sparse and not bucket.skipped:
+                    bucket.fill_from_staging()
+                    bucket.channel.submit(&bucket.work)
+                if self.next_bucket == 0:
+                    self.communication_began = now()
+                self.next_bucket += 1
+                if self.python_hook is not None and not bucket.skipped:
+                    self.python_hook.launch(self, bucket)
+        finally:
+            self.launching = False
         return 0
 
     # The end of backward.
@@ -396,7 +390,12 @@ cdef class Reducer:
             bucket.read_into_staging()
             if bucket.flag(INCOMPLETE):
                 self._write_where_used(bucket)
-            elif not self.gradient_as_bucket_view:
+            elif self.gradient_as_bucket_view:
+                continue
+            elif bucket.on_device:
+                (<DeviceBucket>bucket).write_out(
+                    [self.gradients[index] for index in bucket.parameter_indices])
+            else:
                 for index in bucket.parameter_indices:
                     self.copy_out(index)
         if self.has_sparse:
@@ -408,8 +407,10 @@ cdef class Reducer:
 
     cdef int wait_for(self, Bucket bucket) except -1:
         """Wait for the mean of a bucket; see what it says of parameters that no rank used."""
-        if self.channel.wait(&bucket.work, self.timeout.total_seconds()) == WAIT_TIMED_OUT:
+        if bucket.channel.wait(&bucket.work, self.timeout.total_seconds()) == WAIT_TIMED_OUT:
             raise_timed_out(self.process_group, self.describe_bucket(bucket))
+        if bucket.on_device:
+            (<DeviceBucket>bucket).receive()
         if self.skip_unused and not self.has_rebuilt_buckets:
             for position, index in enumerate(bucket.parameter_indices):
                 if not bucket.flag(position):
@@ -441,7 +442,10 @@ cdef class Reducer:
         cdef ParameterState *state = &self.states[index]
         cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
         if gradient is None:
-            memset(state.place.address, 0, state.place.bytes)
+            if bucket.on_device:
+                (<DeviceBucket>bucket).clear(state.position)
+            else:
+                memset(state.place.address, 0, state.place.bytes)
         else:
             if self.gradient_as_bucket_view and not state.used:
                 self.set_aside[index] = gradient.clone()
@@ -597,10 +601,6 @@ cdef class Reducer:
             handle.remove()
         self.hooks = []
         self.handles = []
-
-    def _autograd_hook(self, Py_ssize_t index):
-        """Mark parameter `index` ready, as its own hook would. Not collective."""
-        self.parameter_ready(index, self.parameters[index])
 
     cpdef int set_divisor(self, double divisor) except -1:
         """Divide the sums over ranks by `divisor` from now on. Not collective."""

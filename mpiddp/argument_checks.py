@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from mpiddp.bucket import supported_dtypes
+from mpiddp.device_runtime import runtime_of
 
 _FLAGS = (
     "broadcast_buffers",
@@ -30,7 +31,7 @@ def check_module(module: object) -> None:
 
     Raises:
         TypeError: it is no module, or some tensor cannot be replicated or averaged.
-        ValueError: some tensor is not on the CPU.
+        ValueError: some tensor is neither on the CPU nor on a GPU of CUDA or ROCm.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
@@ -46,9 +47,10 @@ def check_module(module: object) -> None:
     for name, tensor in named:
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             continue  # torch says what to do about these
-        if tensor.device.type != "cpu":
+        if tensor.device.type not in ("cpu", "cuda"):
             raise ValueError(
-                f"this version of mpiddp trains on the CPU; {name} is on {tensor.device}"
+                f"mpiddp trains on the CPU and on GPUs of CUDA and ROCm, which torch calls cuda; "
+                f"{name} is on {tensor.device}"
             )
         if tensor.layout is not torch.strided:
             raise TypeError(f"{name} has layout {tensor.layout}; only dense tensors are replicated")
@@ -90,12 +92,16 @@ def check_bucket_sizes(size: float | None, sizes: Sequence[int] | None) -> None:
             raise ValueError(f"{name} must be a finite number of MiB, not negative: {value!r}")
 
 
-def check_devices(device_ids: object, output_device: object) -> None:
-    """Check that no device is asked for: the module is on the CPU. Not collective.
+def check_devices(module: torch.nn.Module, device_ids: object, output_device: object) -> None:
+    """Check that no device is asked for if a module is on the CPU. Not collective.
+
+    What they may be for a module on GPUs, torch's class checks.
 
     Raises:
         ValueError: one is.
     """
+    if not _is_on_cpu(module):
+        return
     for name, value in (("device_ids", device_ids), ("output_device", output_device)):
         if value is not None and value != []:
             raise ValueError(
@@ -103,18 +109,24 @@ def check_devices(device_ids: object, output_device: object) -> None:
             )
 
 
-def check_mixed_precision(mixed_precision: object) -> None:
+def check_mixed_precision(module: torch.nn.Module, mixed_precision: object) -> None:
     """Refuse what torch's class cannot do on the CPU either. Not collective.
 
     Raises:
-        RuntimeError: it is not None.
+        RuntimeError: it is not None, and the module is on the CPU.
     """
-    if mixed_precision is not None:
+    if mixed_precision is not None and not any(
+        runtime_of(parameter.device) for parameter in module.parameters()
+    ):
         raise RuntimeError(
             "mixed_precision needs a GPU: torch's class on the CPU raises in its first forward "
             '("cpu backend doesn\'t support events"). Use torch.autocast for the computation, and '
             "mpiddp.compression.fp16 or bf16 with register_comm_hook for the gradients"
         )
+
+
+def _is_on_cpu(module: torch.nn.Module) -> bool:
+    return all(parameter.device.type == "cpu" for parameter in module.parameters())
 
 
 def check_process_group(process_group: object, device_mesh: Any) -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class BucketAssignment:
     """Assigns parameters to buckets by size, in the order in which gradients come.
 
+    A bucket is of one dtype and on one device.
+
     Before the first backward that order is guessed: the reverse of registration. Afterwards it
     is the order in which gradients arrived on rank 0.
 
@@ -61,6 +63,10 @@ class BucketAssignment:
             self.expect_sparse,
             order,
         )
+        # In the order in which they fill. What torch closes last, one for each dtype and device,
+        # it leaves in an order of its own, which need not be that of another rank's devices.
+        last = {index: place for place, index in enumerate(order)}
+        buckets.sort(key=lambda bucket: max(last[index] for index in bucket))
         return buckets
 
     def _order_of_rank_0(self, arrival_order: Sequence[int]) -> list[int]:

@@ -24,7 +24,8 @@ from mpiddp.bucket_assignment import BucketAssignment
 from mpiddp.communicator_group import group_of, is_communicator
 from mpiddp.compilation import run_as_it_is
 from mpiddp.logger import Logger
-from mpiddp.python_hook import PythonHook, hook_name
+from mpiddp.mixed_precision import gradient_dtypes, hook_caller
+from mpiddp.python_hook import hook_name
 from mpiddp.transport import (
     BUCKET_BYTES_BETWEEN_NODES,
     requested_transport,
@@ -49,10 +50,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     synchronised, backward is collective outside of `no_sync`.
 
     Args:
-        module: the module to train, on the CPU.
-        device_ids: None (CPU).
-        output_device: None (CPU).
-        dim: unused on the CPU, as in torch.
+        module: the module to train, on the CPU, or on one or several GPUs of CUDA or ROCm.
+        device_ids: a list of the one GPU that the module is on: inputs are moved there. None
+            for a module on the CPU or on several GPUs.
+        output_device: a GPU, unused as in torch; only with `device_ids`.
+        dim: unused, as in torch.
         broadcast_buffers: deprecated by torch in favour of `forward_sync_buffers`.
         init_sync: whether the ranks' models are compared and rank 0's state is broadcast.
         process_group: a group of mpiddp, or an mpi4py communicator of some of its ranks, whose
@@ -70,13 +72,14 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             the others, in one all-reduce, when the gradient of `param_to_hook_all_reduce` is
             there. All of torch's class.
         param_to_hook_all_reduce: see `delay_all_reduce_named_params`.
-        mixed_precision: must be None: torch's code for it needs a GPU, and so fails in the first
-            forward of its own class on the CPU.
+        mixed_precision: torch's configuration for low-precision copies of the parameters, for
+            modules on a GPU; without views. None on the CPU, where torch's own class fails in
+            the first forward.
         device_mesh: instead of `process_group`, a mesh of one dimension.
         skip_all_reduce_unused_params: whether buckets of which no rank has used any parameter in
             the first iteration are left out of all later ones; using one then is an error.
         bucket_cap_mb_list: sizes of the single buckets in MiB.
-        batched_grad_copy: accepted; it concerns GPUs.
+        batched_grad_copy: accepted: gradients on GPUs are always copied so.
         forward_sync_buffers: whether rank 0's buffers are copied to all ranks at each forward;
             None is True.
         transport: how gradients travel: "shared" (in memory that the ranks of a node share),
@@ -86,10 +89,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     Raises:
         TypeError: `module` is no module, `process_group` is not of mpiddp, a flag is no bool, or
             some parameter's gradient cannot be averaged (the error names it).
-        ValueError: a bucket size is negative, there is no such transport, or a parameter or
-            buffer is not on the CPU.
+        ValueError: a bucket size is negative, there is no such transport, a parameter or buffer
+            is on another kind of device, or the devices that are asked for are not the module's.
         RuntimeError: there is no process group, or two; no parameter needs a gradient;
-            `mixed_precision` is given; or the ranks construct different models (the error names
+            `mixed_precision` is given for the CPU; or the ranks construct different models (the error names
             parameters and ranks).
     """
 
@@ -131,9 +134,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         arguments = dict(locals())
         argument_checks.check_module(module)
         argument_checks.check_flags(arguments)
-        argument_checks.check_devices(device_ids, output_device)
+        argument_checks.check_devices(module, device_ids, output_device)
         argument_checks.check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
-        argument_checks.check_mixed_precision(mixed_precision)
+        argument_checks.check_mixed_precision(module, mixed_precision)
         if is_communicator(process_group):
             process_group = group_of(process_group)
         argument_checks.check_process_group(process_group, device_mesh)
@@ -159,6 +162,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             static_graph=static_graph,
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
             device_mesh=device_mesh,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             bucket_cap_mb_list=list(bucket_cap_mb_list) if bucket_cap_mb_list else None,
@@ -219,26 +223,28 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         def report_missing(missing: list[tuple[int, int]], graph_is_static: bool) -> None:
             verification.raise_missing_gradients(group, missing, describe, graph_is_static)
 
-        channel = group.lease_channel(self._transport)
-        limits = self._bucket_size_limits(channel)
+        channels = group.lease_channels(self._transport, parameters)
+        limits = self._bucket_size_limits(next(iter(channels.values())))
         self.bucket_bytes_cap = limits[-1]  # torch.compile ends its graphs where buckets end
+        dtypes = gradient_dtypes(self.mixed_precision, parameters)
         try:
             self.reducer = WrapperReducer(
                 parameters,
                 group,
-                channel,
+                channels,
                 BucketAssignment(parameters, expect_sparse_gradient, limits, group),
                 describe,
                 report_missing,
                 expect_sparse=expect_sparse_gradient,
                 find_unused_parameters=self.find_unused_parameters,
-                gradient_as_bucket_view=self.gradient_as_bucket_view,
+                gradient_as_bucket_view=self.gradient_as_bucket_view and dtypes is None,
                 skip_unused=self.skip_all_reduce_unused_params,
+                mixed_precision=dtypes,
             )
         except BaseException:
-            group.return_channel(channel)
+            group.return_channels(channels)
             raise
-        weakref.finalize(self.reducer, group.return_channel, channel).atexit = False
+        weakref.finalize(self.reducer, group.return_channels, channels).atexit = False
         self.logger = Logger(self.reducer, limits[-1])
         self.reducer.set_logger(self.logger)
         self.logger.set_construction_data_and_log(
@@ -304,7 +310,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     def _install_hook(self, hook: Callable[..., Any], state: object) -> None:
         if comm_hooks.runs_in_python(hook, state, self.process_group):
-            self.reducer.call_hook(PythonHook(hook, state))
+            self.reducer.call_hook(hook_caller(hook, state))
         else:
             self.reducer.compress(comm_hooks.wire_dtype(hook))
         self.logger._set_comm_hook_name(hook_name(hook))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch._C._distributed_c10d import AllreduceOptions
 
-from mpiddp.transport import open_channel
+from mpiddp.transport import open_channel, open_channel_of_one
 
 if TYPE_CHECKING:
     from mpiddp.engine import Channel
@@ -30,19 +31,21 @@ class GradientQueues:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._channels: list[Channel] = []
-        self._transports: list[str] = []
+        self._kinds: list[tuple[str, torch.device]] = []
         self._lent: set[int] = set()
 
-    def lend(self, transport: str) -> Channel:
+    def lend(self, transport: str, device: torch.device) -> Channel:
         """Return a queue over `transport`. Collective.
 
         Args:
             transport: one of `mpiddp.transport.TRANSPORTS`, the same on all ranks.
+            device: where the gradients are; which GPU it is may be another one on each rank.
         """
+        kind = (transport, device)
         free = torch.ones(len(self._channels), dtype=torch.uint8)
         for index, channel in enumerate(self._channels):
             free[index] = (
-                index not in self._lent and channel.idle and self._transports[index] == transport
+                index not in self._lent and channel.idle and self._kinds[index] == kind
             )
         if len(self._channels):
             opts = AllreduceOptions()
@@ -54,15 +57,34 @@ class GradientQueues:
             index = candidates[0]
         else:
             index = len(self._channels)
-            self._channels.append(self._open(transport))
-            self._transports.append(transport)
+            self._channels.append(self._open(transport, device))
+            self._kinds.append(kind)
         self._lent.add(index)
         return self._channels[index]
 
-    def take_back(self, channel: Channel) -> None:
-        """Let a queue be lent again. Not collective."""
-        if channel in self._channels:
-            self._lent.discard(self._channels.index(channel))
+    def lend_for(
+        self, transport: str, parameters: Iterable[torch.Tensor]
+    ) -> dict[torch.device, Channel]:
+        """Return a queue for each device that some of `parameters` are on. Collective.
+
+        Args:
+            transport: as for `lend`.
+            parameters: on all ranks on as many devices, in the same order.
+        """
+        lent: dict[torch.device, Channel] = {}
+        try:
+            for device in dict.fromkeys(parameter.device for parameter in parameters):
+                lent[device] = self.lend(transport, device)
+        except BaseException:
+            self.take_back(lent)
+            raise
+        return lent
+
+    def take_back(self, lent: Mapping[torch.device, Channel]) -> None:
+        """Let queues of `lend_for` be lent again. Not collective."""
+        for channel in lent.values():
+            if channel in self._channels:
+                self._lent.discard(self._channels.index(channel))
 
     def free(self) -> None:
         """Free the communicators of the queues that are idle. Collective."""
@@ -78,10 +100,10 @@ class GradientQueues:
         """Make `free` do nothing. Not collective."""
         self._channels.clear()
 
-    def _open(self, transport: str) -> Channel:
+    def _open(self, transport: str, device: torch.device) -> Channel:
         if self._group.size() == 1:
-            return self._group.engine.open_channel(None)
+            return open_channel_of_one(self._group.engine, device)
         communicator = self._group.communicator.Dup()
         communicator.Set_errhandler(MPI.ERRORS_RETURN)
         communicator.Set_name(f"mpiddp gradients {len(self._channels)}")
-        return open_channel(self._group.engine, communicator, transport)
+        return open_channel(self._group.engine, communicator, transport, device)

@@ -441,13 +441,15 @@ class ProcessGroup(AnsweringGroup):
             self._state_broadcast = StateBroadcast(self, self.communicator)
         return self._state_broadcast(tensors)
 
-    def lease_channel(self, transport: str = "auto") -> Channel:
-        """Return a queue for gradients, see `GradientQueues.lend`. Collective."""
-        return self.gradient_queues.lend(transport)
+    def lease_channels(
+        self, transport: str, parameters: Sequence[torch.Tensor]
+    ) -> dict[torch.device, Channel]:
+        """Return queues for gradients, see `GradientQueues.lend_for`. Collective."""
+        return self.gradient_queues.lend_for(transport, parameters)
 
-    def return_channel(self, channel: Channel) -> None:
-        """Give a queue for gradients back. Not collective."""
-        self.gradient_queues.take_back(channel)
+    def return_channels(self, channels: dict[torch.device, Channel]) -> None:
+        """Give queues for gradients back. Not collective."""
+        self.gradient_queues.take_back(channels)
 
     def _all_reduce_some_sparse(
         self, tensors: list[torch.Tensor], op: dist.ReduceOp, opts: AllreduceOptions | None

@@ -182,7 +182,7 @@ def _write_to(bucket: Bucket, result: torch.Tensor) -> None:
                 view.copy_(part.view(view.shape))
         elif (
             result.data_ptr() != bucket.gradients.data_ptr()
-            or result.dtype is not bucket.dtype
+            or result.dtype is not bucket.gradients.dtype
             or not result.is_contiguous()
         ):
             bucket.gradients.copy_(result)

@@ -44,8 +44,9 @@ def reduce(reducer: WrapperReducer, joined: bool = False) -> bool:
         if gradient is None:
             gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
         with torch.no_grad():
-            total = gradient.detach().coalesce()
+            # Indices and their number are needed on the host in any case.
+            total = gradient.detach().coalesce().cpu()
             dist.all_reduce(total, group=reducer.process_group)
             if not joined:
-                parameter.grad = total.div_(reducer.divisor)
+                parameter.grad = total.div_(reducer.divisor).to(parameter.device)
     return flags[missed].item() > 0

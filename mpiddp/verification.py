@@ -19,14 +19,19 @@ _SHOWN = 10
 
 
 def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return by name what must be equal on all ranks: shape, dtype and strides.
+    """Return by name what must be equal on all ranks: shape, dtype, strides, which GPU if any.
 
     Not collective.
     """
+    # By number: each rank may have GPUs of its own.
+    devices = list(dict.fromkeys(t.device for t in tensors.values() if t.device.type != "cpu"))
     return {
-        name: f"shape {tuple(tensor.shape)}, {tensor.dtype}, strides {tensor.stride()}"
-        if tensor.layout is torch.strided
-        else f"shape {tuple(tensor.shape)}, {tensor.dtype}, {tensor.layout}"
+        name: (
+            f"shape {tuple(tensor.shape)}, {tensor.dtype}, strides {tensor.stride()}"
+            if tensor.layout is torch.strided
+            else f"shape {tuple(tensor.shape)}, {tensor.dtype}, {tensor.layout}"
+        )
+        + (f", on its GPU number {devices.index(tensor.device)}" if tensor.device in devices else "")
         for name, tensor in tensors.items()
     }
 

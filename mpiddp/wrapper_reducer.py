@@ -141,6 +141,16 @@ class WrapperReducer(Reducer):
         """Wait for `futures` too at the end of the next backward. Not collective."""
         self.post_backward_futures.extend(futures)
 
+    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype | None) -> None:
+        """Do nothing: the reducer knows it since it was made. Not collective."""
+
+    def _autograd_hook(self, index: int) -> None:
+        """Do nothing: parameter `index` has a hook of the reducer's own. Not collective.
+
+        torch's wrapper calls this in mixed precision, when its parameters' data is another: that
+        makes new nodes of the graph, but hooks of parameters stay.
+        """
+
     def set_logger(self, logger: Logger) -> None:
         """Remember the wrapper's logger (weakly). Not collective."""
         self.logger = weakref.ref(logger)

@@ -1,0 +1,3 @@
+from mpiddp.bucket import Bucket
+
+class DeviceBucket(Bucket): ...

@@ -1,0 +1,596 @@
+"""Modules on a GPU, on a simulated one: CPU tensors that go the whole way of a GPU's.
+
+Our class with and without it, and torch's class over Gloo, are trained side by side in the same
+process. What depends on real kernels is in test_gpu.py; `--simulated-gpu` lets other tests go
+this way as well.
+"""
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import CASES, GivenGradients, Tied, loss_of, mlp
+from replicas import (
+    RANK,
+    SIZE,
+    STEPS,
+    all_bits,
+    assert_close,
+    assert_gradients_close,
+    assert_replicated,
+    gradients_of,
+    mean_of_ranks,
+    share,
+    together,
+)
+from simulated_gpu import SimulatedRuntime, on_cpu_tensors
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from mpiddp import DistributedDataParallel as DDP
+from mpiddp import compression
+from mpiddp.bucket_assignment import BucketAssignment
+from mpiddp.device_runtime import DeviceError, Event, Stream, register
+
+pytestmark = [
+    pytest.mark.mpi(min_size=2),
+    pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides"),
+]
+
+SMALL_BUCKETS = 0.0005
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def gpu(world: None) -> Iterator[SimulatedRuntime]:
+    """Let CPU tensors be on the simulated GPU."""
+    with on_cpu_tensors() as simulated:
+        yield simulated
+
+
+def on_host(module: nn.Module, **options: object) -> DDP:
+    """Wrap a copy of a module that stays on the CPU."""
+    before = register("cpu", None)
+    try:
+        return DDP(copy.deepcopy(module), **options)
+    finally:
+        register("cpu", before)
+
+
+def on_gpu(module: nn.Module, **options: object) -> DDP:
+    """Wrap a copy of a module that is on the simulated GPU."""
+    wrapped = DDP(copy.deepcopy(module), **options)
+    assert all(bucket.on_device or bucket.sparse for bucket in wrapped.reducer.buckets)
+    return wrapped
+
+
+def assert_same_gradients(ours: DDP, others: DDP) -> None:
+    """Assert the very same bits."""
+    with together():
+        assert all_bits(gradients_of(ours).items()) == all_bits(gradients_of(others).items())
+
+
+# What the wrapper does, beside the host's path and torch's.
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training(case, views, gloo, gpu):
+    module = CASES[case].make()
+    options = {"gradient_as_bucket_view": views, "bucket_cap_mb": SMALL_BUCKETS}
+    models = [
+        on_gpu(module, **options),
+        on_host(module, **options),
+        TorchDDP(copy.deepcopy(module), process_group=gloo, **options),
+    ]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5) for model in models]
+    before = gpu.counts.copies_to_device
+    for step in range(STEPS):
+        batch = share(CASES[case].batch(2 * SIZE))
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad(set_to_none=step != 1)
+            loss_of(model, batch).backward()
+        assert_same_gradients(models[0], models[1])
+        with together():
+            rounding = CASES[case].rounding
+            assert_gradients_close(gradients_of(models[0]), gradients_of(models[2]), 2, rounding)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_replicated(models[0])
+    with together():
+        assert gpu.counts.copies_to_device > before
+
+
+def test_accumulation(views):
+    module = mlp(3, 4, 2)
+    pair = [wrap(module, gradient_as_bucket_view=views) for wrap in (on_gpu, on_host)]
+    for step in range(6):
+        batch = torch.randn(2, 3, dtype=torch.float64) + RANK
+        for model in pair:
+            with contextlib.nullcontext() if step % 3 == 2 else model.no_sync():
+                loss_of(model, batch).backward()
+        assert_same_gradients(*pair)
+
+
+def test_parameters_unused_in_turn(views, gloo):
+    names = ["a", "b", "c", "d"]
+    module = GivenGradients(**{name: torch.zeros(3) for name in names})
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": views}
+    models = [
+        on_gpu(module, **options),
+        on_host(module, **options),
+        TorchDDP(copy.deepcopy(module), process_group=gloo, **options),
+    ]
+    generator = torch.Generator().manual_seed(3)
+    for step in range(6):
+        used = torch.rand(SIZE, 4, generator=generator) < 0.4
+        used[:, 0] = True
+        if step < 2:
+            used[:, 3] = False
+        given = {
+            name: torch.randn(3) + RANK for column, name in enumerate(names) if used[RANK, column]
+        }
+        for model in models:
+            if step % 2:  # who is unused everywhere must keep old gradients
+                model.zero_grad()
+            model(given).backward()
+        assert_same_gradients(models[0], models[1])
+        with together():
+            assert_gradients_close(gradients_of(models[0]), gradients_of(models[2]))
+
+
+class _Checkpointed(nn.Module):
+    """Uses a layer in several reentrant checkpoints, and another one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = mlp(3, 3)
+        self.idle = mlp(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = checkpoint(self.layer, x, use_reentrant=True).tanh()
+        return x
+
+
+def test_static_graph(views):
+    options = {"static_graph": True, "gradient_as_bucket_view": views}
+    pair = [wrap(_Checkpointed(), **options) for wrap in (on_gpu, on_host)]
+    pair[1].load_state_dict(pair[0].state_dict())
+    for _ in range(4):
+        x = (torch.randn(2, 3, dtype=torch.float64) + RANK).requires_grad_()
+        for model in pair:
+            model.zero_grad()
+            loss_of(model, x).backward()
+        assert_same_gradients(*pair)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["found", "static"])
+def test_skipped_buckets(static, views):
+    options = {
+        "skip_all_reduce_unused_params": True,
+        "static_graph" if static else "find_unused_parameters": True,
+        "bucket_cap_mb": 1e-4,
+        "gradient_as_bucket_view": views,
+    }
+    module = GivenGradients(**{name: torch.zeros(30) for name in "abc"})
+    pair = [wrap(module, **options) for wrap in (on_gpu, on_host)]
+    for _ in range(STEPS):
+        given = {"a": torch.randn(30), "c": torch.randn(30) + RANK}
+        for model in pair:
+            model.zero_grad()
+            model(given).backward()
+        assert_same_gradients(*pair)
+    with together():
+        assert sum(bucket.skipped for bucket in pair[0].reducer.buckets) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Detected uneven input skew")
+def test_join(views):
+    """Buffers too: the simulated GPU's tensors are the process group's."""
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    pair = [wrap(module, gradient_as_bucket_view=views) for wrap in (on_gpu, on_host)]
+    batches = [torch.randn(5, 3) + RANK for _ in range(1 + SIZE - RANK)]
+    for model in pair:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.join():
+            for batch in batches:
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                optimizer.step()
+    with together():
+        ours, others = (all_bits(model.state_dict().items()) for model in pair)
+        assert ours == others
+    assert_replicated(pair[0])
+
+
+def test_join_with_a_hook(views):
+    pair = [wrap(mlp(3, 4, 2), gradient_as_bucket_view=views) for wrap in (on_gpu, on_host)]
+    pair[1].load_state_dict(pair[0].state_dict())
+    for model in pair:
+        model.register_comm_hook(None, _mean)
+        with model.join():
+            for x in torch.randn(1 + RANK, 2, 3, dtype=torch.float64) + RANK:
+                loss_of(model, x).backward()
+        torch.manual_seed(20)
+    with together():
+        assert_gradients_close(*map(gradients_of, pair))
+
+
+def _mean(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average as a hook in Python, in a tensor of its own."""
+    total = bucket.buffer() / SIZE
+    dist.all_reduce(total)
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(total)
+    return future
+
+
+def _mean_in_place(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average in the bucket, after changing its size and back."""
+    buffer = bucket.buffer()
+    kept = buffer.clone()
+    buffer.resize_(2 * len(kept)).resize_(len(kept)).copy_(kept)
+    for gradient in bucket.gradients():
+        gradient.div_(SIZE)
+    work = dist.all_reduce(buffer, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+@pytest.mark.parametrize("hook", [_mean, _mean_in_place])
+@pytest.mark.parametrize("case", ["mlp", "odd layouts", "channels_last"])
+def test_hooks_in_python(hook, case, views):
+    module = CASES[case].make()
+    wrapped = on_gpu(module, gradient_as_bucket_view=views, bucket_cap_mb=SMALL_BUCKETS)
+    wrapped.register_comm_hook(None, hook)
+    module = wrapped.module
+    for _ in range(STEPS):
+        batch = CASES[case].batch(2 * SIZE)
+
+        def loss(model: nn.Module, rank: int, batch: Tensor = batch) -> Tensor:
+            return loss_of(model, share(batch, rank))
+
+        expected = mean_of_ranks(module, loss)
+        wrapped.zero_grad()
+        loss(wrapped, RANK).backward()
+        with together():
+            assert_gradients_close(gradients_of(wrapped), expected, 2)
+        assert_replicated(wrapped)
+
+
+@pytest.mark.parametrize("hook", [compression.fp16, compression.bf16])
+def test_compression(hook, views):
+    """The same bits as the host's kernels make, of float32."""
+    options = {"gradient_as_bucket_view": views, "bucket_cap_mb": SMALL_BUCKETS}
+    pair = [wrap(CASES["channels_last"].make(), **options) for wrap in (on_gpu, on_host)]
+    pair[1].load_state_dict(pair[0].state_dict())
+    for model in pair:
+        model.register_comm_hook(None, hook)
+    for step in range(STEPS):
+        batch = share(CASES["channels_last"].batch(2 * SIZE))
+        for model in pair:
+            model.zero_grad(set_to_none=step != 1)
+            loss_of(model, batch).backward()
+        assert_same_gradients(*pair)
+    with together():
+        assert all(
+            bucket.buffer.dtype.itemsize == 2 for bucket in pair[0].reducer.buckets
+        ), "something travelled wide"
+
+
+def test_sparse_gradients(views):
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(9, 4, sparse=True)
+            self.dense = nn.Linear(4, 2)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            y: Tensor = self.dense(self.words(tokens))
+            return y
+
+    pair = [wrap(Words(), gradient_as_bucket_view=views) for wrap in (on_gpu, on_host)]
+    pair[1].load_state_dict(pair[0].state_dict())
+    for step in range(STEPS):
+        for model in pair:
+            model.zero_grad()
+            loss_of(model, torch.tensor([[RANK, RANK, 8], [step, 1, 2]])).backward()
+        assert_same_gradients(*pair)
+
+
+def test_delayed_parameters(views):
+    module = mlp(3, 4, 2, dtype=torch.float32)
+    parameters = dict(module.named_parameters())
+    wrapped = DDP(
+        module,
+        gradient_as_bucket_view=views,
+        delay_all_reduce_named_params=[("2.weight", parameters["2.weight"])],
+        param_to_hook_all_reduce=parameters["0.bias"],
+    )
+
+    def loss(model: nn.Module, rank: int) -> Tensor:
+        return loss_of(model, torch.linspace(-1, 1, 6).view(2, 3) + rank)
+
+    for _ in range(STEPS):
+        expected = mean_of_ranks(module, loss)
+        wrapped.zero_grad()
+        loss(wrapped, RANK).backward()
+        with together():
+            assert_gradients_close(gradients_of(wrapped), expected)
+
+
+def test_another_process_group(views):
+    """Buckets of another group's queues; gradients that were views stay what they are."""
+    pair = [wrap(mlp(3, 4, 2), gradient_as_bucket_view=views) for wrap in (on_gpu, on_host)]
+    pair[1].load_state_dict(pair[0].state_dict())
+    new_group = dist.new_group()
+    for step in range(4):
+        x = torch.randn(2, 3, dtype=torch.float64) + RANK
+        for model in pair:
+            loss_of(model, x).backward()
+            if step == 1 and model is pair[0]:
+                model._update_process_group(new_group)
+        assert_same_gradients(*pair)
+
+
+def test_optimizers_in_backward():
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    pair = [copy.deepcopy(mlp(3, 4, 2)) for _ in range(2)]
+    pair[1].load_state_dict(pair[0].state_dict())
+    for module in pair:
+        _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    before = register("cpu", None)
+    models = [DDP(pair[1])]
+    register("cpu", before)
+    models.append(DDP(pair[0]))
+    for _ in range(2):
+        x = torch.randn(2, 3, dtype=torch.float64) + RANK
+        for model in models:
+            loss_of(model, x).backward()
+    with together():
+        for (name, ours), (_, others) in zip(
+            pair[0].named_parameters(), pair[1].named_parameters(), strict=True
+        ):
+            assert_close(ours, others, name)
+
+
+@pytest.mark.mpi(min_size=1)
+def test_world_of_one(views):
+    """And larger ones: means over all ranks, on any number of them."""
+    module = Tied()
+    wrapped = on_gpu(module, gradient_as_bucket_view=views)
+
+    def loss(model: nn.Module, rank: int) -> Tensor:
+        return loss_of(model, torch.tensor([[rank, 3, 5]]))
+
+    for _ in range(STEPS):
+        expected = mean_of_ranks(wrapped.module, loss)
+        wrapped.zero_grad()
+        loss(wrapped, RANK).backward()
+        with together():
+            assert_gradients_close(gradients_of(wrapped), expected)
+
+
+# Memory.
+
+
+def test_views_are_in_the_bucket_and_gradients_gone():
+    """With views a step holds no other gradients than the buckets."""
+    wrapped = on_gpu(mlp(30, 40, 20), gradient_as_bucket_view=True)
+    seen = []
+    for parameter in wrapped.parameters():
+        parameter.register_hook(lambda gradient: seen.append(weakref.ref(gradient)))
+    for _ in range(STEPS):
+        wrapped.zero_grad()
+        loss_of(wrapped, torch.randn(2, 30, dtype=torch.float64)).backward()
+    with together():
+        assert len(seen) == 4 * STEPS
+        assert not any(reference() for reference in seen)
+        (bucket,) = wrapped.reducer.buckets
+        memory = bucket.memory.buffer.untyped_storage().data_ptr()
+        for parameter in wrapped.parameters():
+            assert parameter.grad.untyped_storage().data_ptr() == memory
+
+
+def test_large_gradients_go_before_the_bucket_is_full():
+    """Gradients that become views are not gathered without end."""
+    module = GivenGradients(**{name: torch.zeros(1 << 20) for name in "abcd"})  # of 4 MiB each
+    wrapped = on_gpu(module, gradient_as_bucket_view=True, bucket_cap_mb=100)
+    alive = []
+    for parameter in module.parameters():
+        parameter.register_hook(lambda gradient: alive.append(weakref.ref(gradient)))
+    most = 0
+
+    def count(parameter: Tensor) -> None:
+        nonlocal most
+        most = max(most, sum(reference() is not None for reference in alive))
+
+    for parameter in wrapped.parameters():
+        parameter.register_post_accumulate_grad_hook(count)
+    wrapped({name: torch.ones(1 << 20) for name in "abcd"}).backward()
+    with together():
+        assert len(wrapped.reducer.buckets) == 1
+        assert most <= 1
+
+
+# Streams.
+
+
+class _InOrderOfStream(TorchDispatchMode):
+    """Let each of torch's operations come when the current stream comes to it, as on a GPU."""
+
+    def __init__(self, *streams: Stream) -> None:
+        super().__init__()
+        self.streams = {stream.address: stream for stream in streams}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        from simulated_gpu import runtime
+
+        current = runtime().current_stream(CPU)
+        if current in self.streams:
+            self.streams[current].synchronize()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def streams(gpu: SimulatedRuntime) -> Iterator[list[Stream]]:
+    """Return three streams, the first of them the current one."""
+    made = [Stream(gpu, 0) for _ in range(3)]
+    with gpu.use_stream(made[0]), _InOrderOfStream(*made):
+        yield made
+    for stream in made:
+        stream.synchronize()
+
+
+def _late(gpu: SimulatedRuntime, stream: Stream, parameter: Tensor, extra: Tensor) -> object:
+    """Let a slow kernel on a stream finish the gradient, before our hook sees it."""
+    return parameter.register_post_accumulate_grad_hook(
+        lambda p: gpu.add(stream.address, p.grad, extra, 0.05)
+    )
+
+
+def test_gradients_in_the_bucket_that_are_made_late(gpu, streams):
+    """Nothing is copied in: the transport alone waits for the kernel."""
+    module = GivenGradients(a=torch.zeros(3), b=torch.zeros(3))
+    extra = torch.tensor([1.0, 2.0, 3.0]) * (RANK + 1)
+    _late(gpu, streams[0], module.a, extra)
+    wrapped = DDP(module, gradient_as_bucket_view=True)
+    mean = torch.tensor([1.0, 2.0, 3.0]) * (SIZE + 1) / 2
+    for _ in range(STEPS):
+        wrapped.zero_grad(set_to_none=False)
+        wrapped({"a": torch.ones(3), "b": torch.ones(3)}).backward()
+        streams[0].synchronize()
+        with together():
+            assert_close(module.a.grad, mean + 1, "a")
+
+
+def test_gradients_of_several_streams(gpu, streams, views):
+    """What launches the bucket waits for the kernels of the others."""
+    module = GivenGradients(a=torch.zeros(3), b=torch.zeros(3), c=torch.zeros(3))
+    extra = torch.tensor([1.0, 2.0, 3.0]) * (RANK + 1)
+    entered = contextlib.ExitStack()
+
+    def make_on(stream: Stream) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            entered.enter_context(gpu.use_stream(stream))
+            gpu.add(stream.address, parameter.grad, extra, 0.05)
+
+        return hook
+
+    for name, stream in (("a", streams[1]), ("b", streams[2])):
+        module.get_parameter(name).register_post_accumulate_grad_hook(make_on(stream))
+    wrapped = DDP(module, gradient_as_bucket_view=views)
+    for name in "ab":
+        module.get_parameter(name).register_post_accumulate_grad_hook(lambda _: entered.close())
+    mean = torch.tensor([1.0, 2.0, 3.0]) * (SIZE + 1) / 2
+    for step in range(STEPS):
+        wrapped.zero_grad(set_to_none=step < 1)
+        # In the reverse order: c comes last, on the first stream.
+        wrapped({name: torch.ones(3) for name in "cba"}).backward()
+        streams[0].synchronize()
+        with together():
+            for name, extra_mean in (("a", mean), ("b", mean), ("c", 0 * mean)):
+                assert_close(module.get_parameter(name).grad, extra_mean + 1, name)
+
+
+def test_memory_goes_back_to_its_stream_after_the_copy(gpu):
+    """A stream whose gradient was copied on another one waits for that copy."""
+    made = [Stream(gpu, 0) for _ in range(2)]
+    module = GivenGradients(a=torch.zeros(3), b=torch.zeros(3))
+    stack = contextlib.ExitStack()
+    module.a.register_post_accumulate_grad_hook(
+        lambda _: stack.enter_context(gpu.use_stream(made[1]))
+    )
+    module.b.register_post_accumulate_grad_hook(lambda _: gpu.sleep(made[0].address, 0.1))
+    wrapped = DDP(module, gradient_as_bucket_view=True)
+    module.a.register_post_accumulate_grad_hook(lambda _: stack.close())
+    passed = []
+
+    def look(_: Tensor) -> None:
+        event = Event(gpu, 0)
+        event.record(made[1].address)
+        passed.append(event.query())
+
+    module.b.register_post_accumulate_grad_hook(look)
+    with gpu.use_stream(made[0]):
+        wrapped({name: torch.ones(3) for name in "ba"}).backward()
+    for stream in made:
+        stream.synchronize()
+    with together():
+        assert passed == [False]
+
+
+def test_the_stream_of_backward_waits_for_the_means(gpu, streams):
+    """And the host does not."""
+    module = mlp(3, 4, 2)
+    wrapped = DDP(module, gradient_as_bucket_view=True)
+    x = torch.randn(2 * SIZE, 3, dtype=torch.float64)
+    expected = mean_of_ranks(module, lambda model, rank: loss_of(model, share(x, rank)))
+    loss = loss_of(wrapped, share(x))
+    gpu.set_delays(to_device=0.2)
+    loss.backward()
+    event = Event(gpu, 0)
+    event.record(streams[0].address)
+    too_early = event.query()
+    read = {}
+    for name, parameter in module.named_parameters():
+        read[name] = torch.empty_like(parameter.grad)
+        # What a kernel of the caller's stream sees.
+        gpu.copy(streams[0].address, read[name], parameter.grad)
+    streams[0].synchronize()
+    with together():
+        assert not too_early
+        assert_gradients_close(read, expected)
+
+
+@pytest.mark.parametrize("how", ["copies", "hook", "compressed", "joined"])
+def test_what_is_done_with_the_means_waits_for_them(how, gpu, streams):
+    """All that follows the transport is in order of the stream."""
+    wrapped = DDP(mlp(3, 4, 2, dtype=torch.float32), gradient_as_bucket_view=how != "copies")
+    module = wrapped.module
+    if how == "compressed":
+        wrapped.register_comm_hook(None, compression.bf16)
+    elif how == "hook":
+        wrapped.register_comm_hook(None, _mean)
+    gpu.set_delays(to_host=0.02, to_device=0.05)
+    x = torch.randn(2 * SIZE, 3)
+
+    def loss(model: nn.Module, rank: int) -> Tensor:
+        return loss_of(model, share(x, rank))
+
+    for _ in range(STEPS):
+        expected = mean_of_ranks(module, loss)
+        wrapped.zero_grad()
+        with wrapped.join(enable=how == "joined"):
+            loss(wrapped, RANK).backward()
+        streams[0].synchronize()
+        with together():
+            rounding = 0.02 if how == "compressed" else 0
+            assert_gradients_close(gradients_of(wrapped), expected, rounding=rounding)
+
+
+# Errors.
+
+
+def test_a_copy_that_fails(gpu):
+    """It is the rank's own error, and it names the call."""
+    wrapped = on_gpu(mlp(3, 4, 2))
+    loss = loss_of(wrapped, torch.randn(2, 3, dtype=torch.float64))
+    with together(), gpu.failing("MemcpyAsync"), pytest.raises(DeviceError, match="cudaMemcpyAsync"):
+        loss.backward()
+
+
+def test_order_of_buckets_does_not_depend_on_devices():
+    """What torch leaves in an order of its own is sorted by when it fills."""
+    kinds = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.complex64]
+    parameters = [nn.Parameter(torch.zeros(4, dtype=dtype)) for dtype in kinds]
+    assignment = BucketAssignment(parameters, [False] * len(kinds), [1000], dist.group.WORLD)
+    with together():
+        assert assignment(None) == [[4], [3], [2], [1], [0]]
+        assert assignment([2, 0, 1, 4, 3]) == [[2], [0], [1], [4], [3]]
