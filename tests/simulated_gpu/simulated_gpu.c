@@ -72,7 +72,7 @@ static int devices = 1;
 static double delay_to_host, delay_to_device;
 static uint64_t contexts;       /* devices that some call has made a context on, a bit each */
 static long live_streams, live_events, live_registrations, live_allocations;
-static long copies_to_host, copies_to_device, unpinned_copies, copied_bytes, queries;
+static long copies_to_host, copies_to_device, unpinned_copies, landed_on_host, queries;
 
 static __thread int current_device;
 static __thread int last_error;
@@ -127,27 +127,23 @@ static int is_registered(const void *memory, size_t size)
 /* Do one operation. The caller holds the lock, which is let go while time passes. */
 static void perform(Operation *operation)
 {
-    double delay = operation->seconds;
     switch (operation->what) {
     case COPY:
     case ADD:
-        if (operation->kind == TO_HOST)
-            delay += delay_to_host;
-        if (operation->kind == TO_DEVICE)
-            delay += delay_to_device;
         pthread_mutex_unlock(&lock);
-        if (delay > 0)
-            sleep_seconds(delay);
+        if (operation->seconds > 0)
+            sleep_seconds(operation->seconds);
         if (operation->what == COPY)
             memmove(operation->to, operation->from, operation->size);
         else
             for (size_t i = 0; i < operation->size / sizeof(float); i++)
                 ((float *)operation->to)[i] += ((const float *)operation->from)[i];
         pthread_mutex_lock(&lock);
+        landed_on_host += operation->kind == TO_HOST;
         break;
     case SLEEP:
         pthread_mutex_unlock(&lock);
-        sleep_seconds(delay);
+        sleep_seconds(operation->seconds);
         pthread_mutex_lock(&lock);
         break;
     case RECORD:
@@ -230,9 +226,10 @@ int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *str
         copies_to_device += kind == TO_DEVICE;
         unpinned_copies += (kind == TO_HOST && !is_registered(to, size))
             || (kind == TO_DEVICE && !is_registered(from, size));
-        copied_bytes += size;
         code = enqueue_if_known(
-            stream, (Operation){.what = COPY, .kind = kind, .to = to, .from = from, .size = size});
+            stream, (Operation){
+                .what = COPY, .kind = kind, .to = to, .from = from, .size = size,
+                .seconds = kind == TO_HOST ? delay_to_host : kind == TO_DEVICE ? delay_to_device : 0});
     }
     pthread_mutex_unlock(&lock);
     return result(code);
@@ -533,6 +530,13 @@ void simulatedSetDevices(int number)
     pthread_mutex_unlock(&lock);
 }
 
+void simulatedForgetContexts(void)
+{
+    pthread_mutex_lock(&lock);
+    contexts = 0;
+    pthread_mutex_unlock(&lock);
+}
+
 void simulatedSetDelays(double to_host, double to_device)
 {
     pthread_mutex_lock(&lock);
@@ -601,7 +605,7 @@ int simulatedBusy(void)
 
 typedef struct {
     long streams, events, registrations, allocations;
-    long copies_to_host, copies_to_device, unpinned_copies, copied_bytes, queries;
+    long copies_to_host, copies_to_device, unpinned_copies, landed_on_host, queries;
     uint64_t contexts;
 } Counts;
 
@@ -610,6 +614,6 @@ void simulatedCounts(Counts *counts)
     pthread_mutex_lock(&lock);
     *counts = (Counts){
         live_streams, live_events, live_registrations, live_allocations,
-        copies_to_host, copies_to_device, unpinned_copies, copied_bytes, queries, contexts};
+        copies_to_host, copies_to_device, unpinned_copies, landed_on_host, queries, contexts};
     pthread_mutex_unlock(&lock);
 }
