@@ -107,7 +107,8 @@ def on_host(
     def operate() -> Operation:
         copies.bring(read, written)
         result = yield from function(group, *(copies.of(argument) for argument in arguments))
-        copies.give_back(written)
+        if written:
+            copies.give_back(written)
         return copies.behind(result)
 
     return operate(), copies
@@ -220,9 +221,8 @@ class HostCopies:
         copier = self._copier
         pairs = [self._copies[id(tensor)] for tensor in tensors]
         with copier.using():
-            stream = copier.current_stream()
+            stream = copier.back if self._beside else copier.current_stream()
             if self._beside:
-                stream = copier.back
                 assert self._called is not None
                 copier.runtime.stream_wait_event(stream, self._called)
             try:

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlparse
 
+import torch
 import torch.distributed as dist
 
 from mpiddp import rendezvous
@@ -59,6 +60,7 @@ def _completing(torchs: Callable[..., Any]) -> Callable[..., Any]:
         def start(communicator: MPI.Intracomm, topology: rendezvous.Topology) -> None:
             _refuse_contradictions(communicator, topology, given)
             torchs(**_completed(communicator, topology, given))
+            _bind_device(given.get("device_id"))
 
         rendezvous.begin_world(None, start)
 
@@ -82,6 +84,16 @@ def _completed(
             timeout = rendezvous.DEFAULT_TIMEOUT  # torch refuses what is neither None nor a time
         arguments["store"] = rendezvous.shared_store(communicator, topology, timeout)
     return arguments
+
+
+def _bind_device(device: torch.device | int | None) -> None:
+    """Let the world know its GPU: torch tells it to a group that ours replaces."""
+    if device is not None:
+        accelerator = torch.accelerator.current_accelerator()
+        if isinstance(device, int) and accelerator is not None:
+            device = torch.device(accelerator.type, device)
+        world: Any = dist.group.WORLD
+        world.bound_device_id = device
 
 
 def _refuse_contradictions(

@@ -127,6 +127,8 @@ def multiply(contribution: torch.Tensor, op: dist.ReduceOp) -> None:
     factor = getattr(op, "factor", None)
     if factor is None:
         raise TypeError("ReduceOp.PREMUL_SUM needs a factor: ReduceOp.PREMUL_SUM(factor)")
+    if isinstance(factor, torch.Tensor):
+        factor = factor.to(contribution.device)
     try:
         contribution.mul_(factor)
     except RuntimeError as error:

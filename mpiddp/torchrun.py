@@ -101,8 +101,9 @@ def replace_backends(backend: str) -> None:
             if named is None or _of_torch(named):
                 given["backend"] = backend
                 if backend == BACKEND:
-                    for of_nccl in ("pg_options", "device_id"):
-                        given.pop(of_nccl, None)
+                    given.pop("pg_options", None)  # NCCL's
+                    if not torch.accelerator.is_available():
+                        given.pop("device_id", None)
             torchs(**given)
 
         return init_process_group
