@@ -47,6 +47,25 @@ cdef enum:
     GATHERED_BYTES = 4 << 20
 
 
+cdef copy_all(list to, list sources):
+    """Copy tensors to others, in one kernel but for those that torch's does not take."""
+    cdef Py_ssize_t position, count = len(to)
+    plain = [
+        position for position in range(count)
+        # A negation or conjugation that torch has put off.
+        if not (to[position].is_neg() or to[position].is_conj()
+                or sources[position].is_neg() or sources[position].is_conj())
+    ]
+    with torch.no_grad():
+        if len(plain) < count:
+            for position in set(range(count)).difference(plain):
+                to[position].copy_(sources[position])
+            to = [to[position] for position in plain]
+            sources = [sources[position] for position in plain]
+        if to:
+            torch._foreach_copy_(to, sources)
+
+
 cdef class DeviceBucket(Bucket):
     """One flat buffer on a device for the gradients of some parameters there.
 
@@ -159,13 +178,11 @@ cdef class DeviceBucket(Bucket):
 
     cdef int write_out(self, list gradients) except -1:
         """Copy the means to `gradients`, one a position; None is left out."""
-        pairs = [
-            (gradient, view) for gradient, view in zip(gradients, self.views)
-            if gradient is not None
-        ]
-        if pairs:
-            with torch.no_grad():
-                torch._foreach_copy_([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+        present = [position for position, gradient in enumerate(gradients) if gradient is not None]
+        copy_all(
+            [gradients[position] for position in present],
+            [self.views[position] for position in present],
+        )
         return 0
 
     cdef int flush(self, size_t stream) except -1:
@@ -184,10 +201,9 @@ cdef class DeviceBucket(Bucket):
         positions, self.positions = self.positions, []
         cleared, self.cleared = self.cleared, []
         self.gathered_bytes = 0
-        with torch.no_grad():
-            if gathered:
-                torch._foreach_copy_([self.views[position] for position in positions], gathered)
-            if cleared:
+        copy_all([self.views[position] for position in positions], gathered)
+        if cleared:
+            with torch.no_grad():
                 torch._foreach_zero_([self.views[position] for position in cleared])
         if self.gradients_are_views:
             for position in positions:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch._C._distributed_c10d import AllreduceOptions
 
+from mpiddp.device_runtime import runtime_of
 from mpiddp.transport import open_channel, open_channel_of_one
 
 if TYPE_CHECKING:
@@ -31,15 +32,16 @@ class GradientQueues:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._channels: list[Channel] = []
-        self._kinds: list[tuple[str, torch.device]] = []
+        self._kinds: list[tuple[str, torch.device | None]] = []
         self._lent: set[int] = set()
 
-    def lend(self, transport: str, device: torch.device) -> Channel:
+    def lend(self, transport: str, device: torch.device | None = None) -> Channel:
         """Return a queue over `transport`. Collective.
 
         Args:
             transport: one of `mpiddp.transport.TRANSPORTS`, the same on all ranks.
-            device: where the gradients are; which GPU it is may be another one on each rank.
+            device: where the gradients are, which may be another one on each rank; None on all
+                ranks for the CPU.
         """
         kind = (transport, device)
         free = torch.ones(len(self._channels), dtype=torch.uint8)
@@ -74,7 +76,8 @@ class GradientQueues:
         lent: dict[torch.device, Channel] = {}
         try:
             for device in dict.fromkeys(parameter.device for parameter in parameters):
-                lent[device] = self.lend(transport, device)
+                on_gpu = runtime_of(device) is not None
+                lent[device] = self.lend(transport, device if on_gpu else None)
         except BaseException:
             self.take_back(lent)
             raise
@@ -100,7 +103,7 @@ class GradientQueues:
         """Make `free` do nothing. Not collective."""
         self._channels.clear()
 
-    def _open(self, transport: str, device: torch.device) -> Channel:
+    def _open(self, transport: str, device: torch.device | None) -> Channel:
         if self._group.size() == 1:
             return open_channel_of_one(self._group.engine, device)
         communicator = self._group.communicator.Dup()
