@@ -601,6 +601,10 @@ cdef class Channel:
 
     def _raise_failure(self):
         cdef MPI_Comm comm = MPI_COMM_NULL
+        # Codes of another library than MPI.
+        raise_failure = getattr(self.transport, "raise_failure", None)
+        if raise_failure is not None:
+            raise_failure(self.state.failure, self.state.failed_call)
         if self.communicator is not None:
             comm = <MPI_Comm><size_t>self.communicator.handle
         check(self.state.failure, self.state.failed_call, comm)
