@@ -8,12 +8,14 @@ import os
 
 import torch
 
+cimport cython
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t
 
 from mpiddp.device_runtime cimport Runtime, check_device, enter_device, leave_device
+from mpiddp.system cimport getpid
 
 
 # The structs of DLPack 0.x, which torch reads.
@@ -67,6 +69,7 @@ cdef void drop_unused(object capsule) noexcept:
         release(<DLManagedTensor *>PyCapsule_GetPointer(capsule, "dltensor"))
 
 
+@cython.no_gc_clear
 cdef class Allocation:
     """Memory of one GPU, given back when the last tensor on it is gone.
 
@@ -95,7 +98,7 @@ cdef class Allocation:
 
     def __dealloc__(self):
         cdef int before = self.device
-        if self.memory != NULL:
+        if self.memory != NULL and self.runtime.process_id == getpid():
             enter_device(&self.runtime.functions, self.device, &before)
             self.runtime.functions.free(self.memory)
             leave_device(&self.runtime.functions, self.device, before)

@@ -37,6 +37,7 @@ cdef class Runtime:
     cdef readonly str prefix            # of the functions' names: "cuda", "hip"
     cdef readonly str library
     cdef void *handle
+    cdef int process_id                 # forked children must leave the device alone
 
     cdef void *find(self, str name) except NULL
 

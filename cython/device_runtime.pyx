@@ -27,6 +27,8 @@ import torch
 
 from mpi4py.libmpi cimport MPI_COMM_WORLD, MPI_Comm_rank, MPI_Finalized, MPI_Initialized
 
+from mpiddp.system cimport getpid
+
 
 cdef extern from "<dlfcn.h>" nogil:
     void *dlopen(const char *, int)
@@ -133,6 +135,7 @@ cdef class Runtime:
     """
 
     def __init__(self, str library, str prefix="cuda"):
+        self.process_id = getpid()
         self.library = library
         self.prefix = prefix
         self.handle = dlopen(library.encode(), RTLD_NOW | RTLD_LOCAL)
@@ -257,7 +260,7 @@ cdef class Stream:
         check_device(runtime, code, "StreamCreateWithFlags", device)
 
     def __dealloc__(self):
-        if self.handle != NULL:
+        if self.handle != NULL and self.runtime.process_id == getpid():
             self.runtime.functions.stream_destroy(self.handle)
 
     def synchronize(self):
@@ -299,7 +302,7 @@ cdef class Event:
         check_device(runtime, code, "EventCreateWithFlags", device)
 
     def __dealloc__(self):
-        if self.handle != NULL:
+        if self.handle != NULL and self.runtime.process_id == getpid():
             self.runtime.functions.event_destroy(self.handle)
 
     def record(self, size_t stream):

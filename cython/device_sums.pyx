@@ -4,6 +4,8 @@ torch has loaded one of them; nothing is linked. 16-bit elements are added in fl
 sum is rounded to 16 bits.
 """
 
+cimport cython
+
 from mpiddp.device_runtime cimport (
     DEVICE_READY,
     Runtime,
@@ -18,6 +20,7 @@ from mpiddp.kernels cimport (
     ELEMENT_FLOAT64,
     ElementType,
 )
+from mpiddp.system cimport getpid
 from mpiddp.device_runtime import DeviceError
 
 
@@ -70,6 +73,7 @@ cdef const char *axpy_name(DeviceSums *sums) noexcept nogil:
     return "rocblas_axpy_ex" if sums.runs_rocm else "cublasAxpyEx"
 
 
+@cython.no_gc_clear
 cdef class Adder:
     """Adds vectors on one GPU, on a stream of its own.
 
@@ -120,7 +124,7 @@ cdef class Adder:
 
     def __dealloc__(self):
         cdef int before = self.device
-        if self.sums.handle != NULL:
+        if self.sums.handle != NULL and self.runtime.process_id == getpid():
             enter_device(&self.runtime.functions, self.device, &before)
             self.sums.destroy(self.sums.handle)
             leave_device(&self.runtime.functions, self.device, before)

@@ -25,8 +25,10 @@ from posix.time cimport CLOCK_MONOTONIC
 
 from mpi4py.libmpi cimport MPI_COMM_NULL, MPI_SUCCESS, MPI_Comm
 
+from mpiddp.chunks cimport move_chunks
 from mpiddp.errors cimport check, check_errno
 from mpiddp.memory import allocate_private
+from mpiddp.queues cimport fail
 from mpiddp.system cimport (
     ask_for_slices,
     create_thread_without_signals,
@@ -38,7 +40,6 @@ from mpiddp.system cimport (
     pthread_cond_destroy,
     pthread_cond_init,
     pthread_cond_signal,
-    pthread_cond_t,
     pthread_cond_wait,
     pthread_condattr_destroy,
     pthread_condattr_init,
@@ -48,10 +49,8 @@ from mpiddp.system cimport (
     pthread_mutex_destroy,
     pthread_mutex_init,
     pthread_mutex_lock,
-    pthread_mutex_t,
     pthread_mutex_trylock,
     pthread_mutex_unlock,
-    pthread_t,
     sched_yield,
     store,
     wait_for_signal,
@@ -75,25 +74,6 @@ cdef enum:
     SLICE_NANOSECONDS = 100000
 
 
-cdef struct EngineState:
-    pthread_mutex_t queue_lock      # guards queues and counts; held for nanoseconds
-    pthread_mutex_t progress_lock   # held by whoever calls MPI
-    pthread_cond_t wake             # there is work, a waiter left, or stop
-    pthread_t thread
-    int running
-    int stop
-    int waiters
-    int asleep                      # until woken, not for a nap
-    double alert_until              # after a quiet submission: naps instead of sleeping
-    size_t pending                  # works submitted and not done, all channels
-    ChannelState *channels
-    size_t submitted                # the rest: counters, for tests and debugging
-    size_t chunks
-    size_t naps
-    size_t thread_chunks
-    int on_thread                   # whether the current step runs on the engine thread
-
-
 cdef int work_is_done(Work *work) noexcept nogil:
     return load(&work.done)
 
@@ -104,82 +84,6 @@ cdef size_t element_bytes(ElementType element) noexcept nogil:
     if element == ELEMENT_FLOAT64:
         return 8
     return 2
-
-
-cdef void fail(ChannelState *channel, int code) noexcept nogil:
-    channel.failed_call = channel.transport.call
-    channel.failure = code
-
-
-cdef void finish_chunk(EngineState *state, ChannelState *channel, size_t slot) noexcept nogil:
-    cdef Work *work = channel.slot_work[slot]
-    work.finished += channel.slot_count[slot]
-    channel.slot_work[slot] = NULL
-    channel.slots_used -= 1
-    channel.last_progress = now()
-    state.chunks += 1
-    state.thread_chunks += state.on_thread
-    if work.finished == work.count:
-        pthread_mutex_lock(&state.queue_lock)
-        channel.pending -= 1
-        state.pending -= 1
-        pthread_mutex_unlock(&state.queue_lock)
-        # Last: from here on the bucket may reuse or free the work.
-        store(&work.done, 1)
-
-
-cdef int finish_chunks(EngineState *state, ChannelState *channel) noexcept nogil:
-    """Test what is in flight; return how many chunks finished."""
-    cdef Transport *transport = channel.transport
-    cdef size_t slot
-    cdef int finished, code, advanced = 0
-    for slot in range(transport.slots):
-        if channel.slot_work[slot] == NULL:
-            continue
-        finished = 0
-        code = transport.test(transport, slot, &finished)
-        if code != MPI_SUCCESS:
-            fail(channel, code)
-            return advanced
-        if finished:
-            finish_chunk(state, channel, slot)
-            advanced += 1
-    return advanced
-
-
-cdef int start_chunks(EngineState *state, ChannelState *channel) noexcept nogil:
-    """Fill the window from the head of the queue; return how many chunks started."""
-    cdef Transport *transport = channel.transport
-    cdef Work *work
-    cdef size_t slot, count, bytes_sent
-    cdef int code, advanced = 0
-    for slot in range(transport.slots):
-        if channel.slot_work[slot] != NULL:
-            continue
-        pthread_mutex_lock(&state.queue_lock)
-        work = channel.head
-        pthread_mutex_unlock(&state.queue_lock)
-        if work == NULL:
-            return advanced
-        # 16-bit elements travel as float32, see Note [Sums of 16-bit gradients].
-        bytes_sent = max(element_bytes(work.element), <size_t>4)
-        count = min(work.count - work.started, transport.chunk_bytes // bytes_sent)
-        code = transport.start(transport, slot, work, work.started, count)
-        if code != MPI_SUCCESS:
-            fail(channel, code)
-            return advanced
-        channel.slot_work[slot] = work
-        channel.slot_count[slot] = count
-        channel.slots_used += 1
-        work.started += count
-        advanced += 1
-        if work.started == work.count:
-            pthread_mutex_lock(&state.queue_lock)
-            channel.head = work.next
-            if channel.head == NULL:
-                channel.tail = NULL
-            pthread_mutex_unlock(&state.queue_lock)
-    return advanced
 
 
 cdef int advance_works(EngineState *state, ChannelState *channel, int helping) noexcept nogil:
@@ -242,12 +146,33 @@ cdef int step_channels(EngineState *state, int helping) noexcept nogil:
             if channel.transport.advance != NULL:
                 advanced += advance_works(state, channel, helping)
             else:
-                if channel.slots_used:
-                    advanced += finish_chunks(state, channel)
-                if channel.head != NULL and not channel.failure:
-                    advanced += start_chunks(state, channel)
+                advanced += move_chunks(state, channel)
         channel = channel.next
     return advanced
+
+
+cdef void enqueue(EngineState *state, ChannelState *channel, Work *work) noexcept nogil:
+    cdef Transport *transport = channel.transport
+    work.started = 0
+    work.finished = 0
+    work.next = NULL
+    store(&work.done, 0)
+    if transport.announce != NULL:
+        transport.announce(transport, work)
+    pthread_mutex_lock(&state.queue_lock)
+    if channel.tail == NULL:
+        channel.head = work
+    else:
+        channel.tail.next = work
+    channel.tail = work
+    channel.pending += 1
+    if transport.wants_thread:
+        state.pending += 1
+        if transport.quiet:
+            state.alert_until = now() + ALERT
+        if state.running and not state.waiters and (state.asleep or not transport.quiet):
+            pthread_cond_signal(&state.wake)
+    pthread_mutex_unlock(&state.queue_lock)
 
 
 cdef void *engine_thread(void *argument) noexcept nogil:
@@ -403,7 +328,7 @@ cdef class Engine:
         pthread_mutex_unlock(&self.state.progress_lock)
         self.channels.append(channel)
         if (
-            self.threaded and not self.state.running and transport is not None
+            self.threaded and not self.state.running and channel.state.transport != NULL
             and channel.state.transport.wants_thread
         ):
             check_errno(
@@ -414,7 +339,7 @@ cdef class Engine:
         return channel
 
     def close_channel(self, Channel channel not None):
-        """Remove an idle queue, so that its communicator may be freed.
+        """Remove an idle queue, so that its communicator may be freed, and the one below it.
 
         Not collective.
 
@@ -437,6 +362,9 @@ cdef class Engine:
         channel.state.transport = NULL
         channel.closed = True
         self.channels.remove(channel)
+        inner = getattr(channel.transport, "inner", None)
+        if inner is not None:
+            self.close_channel(inner)
 
     def stop(self):
         """Stop the thread and forget the channels; what is in flight is abandoned.
@@ -509,33 +437,12 @@ cdef class Channel:
             self._raise_failure()
         if self.closed:
             raise RuntimeError("the process group of this module has been destroyed")
-        work.started = 0
-        work.finished = 0
-        work.next = NULL
         if self.state.transport == NULL or not self.state.transport.quiet:
             state.submitted += 1
         if self.state.transport == NULL or work.count == 0:
             store(&work.done, 1)
-            return 0
-        store(&work.done, 0)
-        if self.state.transport.announce != NULL:
-            self.state.transport.announce(self.state.transport, work)
-        pthread_mutex_lock(&state.queue_lock)
-        if self.state.tail == NULL:
-            self.state.head = work
         else:
-            self.state.tail.next = work
-        self.state.tail = work
-        self.state.pending += 1
-        if self.state.transport.wants_thread:
-            state.pending += 1
-            if self.state.transport.quiet:
-                state.alert_until = now() + ALERT
-            if state.running and not state.waiters and (
-                state.asleep or not self.state.transport.quiet
-            ):
-                pthread_cond_signal(&state.wake)
-        pthread_mutex_unlock(&state.queue_lock)
+            enqueue(state, &self.state, work)
         return 0
 
     cdef WaitStatus wait(self, Work *work, double timeout) except *:

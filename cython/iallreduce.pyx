@@ -131,6 +131,11 @@ cdef class IallreduceTransport:
         """Free what was made of the communicator: nothing. Not collective."""
 
     @property
+    def takes_any_memory(self):
+        """Works need not lie in memory that `allocate` has returned."""
+        return True
+
+    @property
     def address(self):
         """Where the engine finds the C ``Transport``."""
         return <size_t>&self.state.transport

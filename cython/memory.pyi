@@ -1,4 +1,4 @@
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -21,3 +21,4 @@ class DeviceMemory(BucketMemory):
     def wait_on(self, stream: int) -> int: ...
 
 def allocate_private(sizes: Iterable[int]) -> list[BucketMemory]: ...
+def allocate_pages(sizes: Sequence[int]) -> list[BucketMemory]: ...

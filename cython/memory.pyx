@@ -1,6 +1,12 @@
 """Memory for buckets, as a transport gives it out: a tensor of bytes, and what goes with it."""
 
+import mmap
+
 import torch
+
+
+cdef enum:
+    CACHE_LINE = 64
 
 
 cdef class BucketMemory:
@@ -51,3 +57,23 @@ def allocate_private(sizes):
     Not collective.
     """
     return [BucketMemory(torch.zeros(size, dtype=torch.uint8)) for size in sizes]
+
+
+def allocate_pages(sizes):
+    """Return a `BucketMemory` for each size in bytes, in pages that hold nothing else.
+
+    Not collective. For memory that is pinned, which is done page by page. Forked children see
+    the same pages: copies of the device would miss those that a write after the fork replaced.
+
+    Raises:
+        OSError: no memory.
+    """
+    starts = []
+    total = 0
+    for size in sizes:
+        starts.append(total)
+        total += -(-size // CACHE_LINE) * CACHE_LINE
+    everything = torch.frombuffer(mmap.mmap(-1, max(total, 1)), dtype=torch.uint8)
+    return [
+        BucketMemory(everything[start:start + size]) for start, size in zip(starts, sizes)
+    ]

@@ -22,6 +22,9 @@ _ELEMENTS = {
     torch.bfloat16: ELEMENT_BFLOAT16,
 }
 
+# Those that went away while the engine could still move them.
+_abandoned = []
+
 
 cdef class Reduction:
     """Replace what ranks have in a bucket by its mean, as often as it is submitted.
@@ -48,6 +51,10 @@ cdef class Reduction:
         self.work.divisor = divisor
         self.work.context = memory.context
         self.work.done = 1
+
+    def __del__(self):
+        if not work_is_done(&self.work):
+            _abandoned.append(self)
 
     def submit(self, size_t stream=0):
         """Queue it. Collective: in the same order on all ranks.

@@ -13,11 +13,12 @@ cdef struct Piece:
 
 
 cdef struct StagedBucket:
+    char *data              # on the device
     Piece *pieces
     size_t count
     void *filled            # event: the gradients are in the bucket
     void *returned          # event: the means are
-    size_t device_bytes
+    size_t device_bytes     # of gradients
     size_t number           # how many works were announced before, on this transport
     size_t queued           # pieces that the inner channel has got
     size_t sent_back        # pieces whose copy back has been issued
@@ -47,7 +48,7 @@ cdef class StagingTransport:
     cdef readonly size_t piece_bytes
     cdef Stream out
     cdef Stream back
-    cdef list kept                      # memory of buckets that went away while copies were on
+    cdef object allocated               # a set of StagedBuckets that lets go of them
 
 
 cdef class StagedBuckets:
@@ -60,8 +61,13 @@ cdef class StagedBuckets:
     cdef list hosts                     # `BucketMemory` of each piece
     cdef list registered                # addresses
     cdef list events
+    cdef object __weakref__
+
+    cdef attach(self, list hosts, list tensors)
+    cdef register(self)
+    cdef int busy(self) noexcept
+    cdef void release(self)
 
 
 cdef class StagedMemory(DeviceMemory):
-    cdef StagedBucket *bucket
-    cdef list kept
+    pass

@@ -1,4 +1,7 @@
-"""Choose how the gradients of a module travel: the one place that knows all transports."""
+"""Choose how the gradients of a module travel: the one place that knows all transports.
+
+Those on a GPU: `device_transports` chooses for them, and "staging" lies over one of these here.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpiddp import device_transports
+from mpiddp.device_ring import DeviceRingTransport
+from mpiddp.device_runtime import runtime_of
 from mpiddp.iallreduce import IallreduceTransport
 from mpiddp.lanes import LaneTransport
+from mpiddp.memory import DeviceMemory
 from mpiddp.shared import SharedTransport
+from mpiddp.staging import StagingTransport
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mpi4py import MPI
 
     from mpiddp.engine import Channel, Engine
@@ -44,7 +54,9 @@ def requested_transport(argument: str | None) -> str:
     return name
 
 
-def open_channel(engine: Engine, communicator: MPI.Comm, name: str) -> Channel:
+def open_channel(
+    engine: Engine, communicator: MPI.Comm, name: str, device: torch.device | None = None
+) -> Channel:
     """Return a queue of the engine over a transport of its own.
 
     Collective.
@@ -53,10 +65,75 @@ def open_channel(engine: Engine, communicator: MPI.Comm, name: str) -> Channel:
         engine: the process's progress engine.
         communicator: used by nothing else from now on.
         name: one of `TRANSPORTS`, the same on all ranks.
+        device: where the buckets will be; None for the CPU. `Engine.close_channel` closes what lies
+            below it, too.
 
     Raises:
         OSError: "shared" was asked for, and the ranks of a node cannot share memory.
+        DeviceError: the device's runtime refuses to make streams.
+        ValueError: MPIDDP_DEVICE_TRANSPORT names no transport.
+        RuntimeError: it names another one on another rank.
     """
+    runtime = None if device is None else runtime_of(device)
+    if device is None or runtime is None:
+        return _open_host_channel(engine, communicator, name)
+    choice = device_transports.choose(communicator, device)
+    if choice.name != device_transports.STAGING:
+        transport = device_transports.make_transport(choice.name, communicator, device)
+        return engine.open_channel(transport, communicator)
+    channel = _open_host_channel(engine, communicator, name)
+    return engine.open_channel(StagingTransport(channel, runtime, device), communicator)
+
+
+class AloneOnDevice:
+    """Memory for the buckets of a world of one on a device: nothing travels.
+
+    Args:
+        device: where the buckets are.
+    """
+
+    # The engine takes it for no transport.
+    address = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def allocate(
+        self, sizes: Sequence[int], tails: Sequence[int] | None = None
+    ) -> list[DeviceMemory]:
+        """Return a `DeviceMemory` for each of `sizes` in bytes. Not collective.
+
+        Args:
+            sizes: of the buckets, with their tails.
+            tails: what of each stays in host memory, in bytes; None: nothing.
+        """
+        return [
+            DeviceMemory(
+                torch.zeros(size - tail, dtype=torch.uint8, device=self.device),
+                tail=torch.zeros(tail, dtype=torch.uint8),
+            )
+            for size, tail in zip(sizes, tails or [0] * len(sizes), strict=True)
+        ]
+
+    def free(self) -> None:
+        """Do nothing."""
+
+
+def open_channel_of_one(engine: Engine, device: torch.device | None = None) -> Channel:
+    """Return a queue for a world of one, whose works are done when they are submitted.
+
+    Not collective.
+
+    Args:
+        engine: the process's progress engine.
+        device: where the buckets will be; None for the CPU.
+    """
+    if device is None or runtime_of(device) is None:
+        return engine.open_channel(None)
+    return engine.open_channel(AloneOnDevice(device))
+
+
+def _open_host_channel(engine: Engine, communicator: MPI.Comm, name: str) -> Channel:
     if name == "mpi":
         return engine.open_channel(IallreduceTransport(communicator), communicator)
     node = ranks_of_node(communicator)
@@ -90,7 +167,10 @@ def open_channel(engine: Engine, communicator: MPI.Comm, name: str) -> Channel:
 
 def sends_messages(channel: Channel) -> bool:
     """Whether gradients in this queue leave the memory that the ranks share. Not collective."""
-    return isinstance(channel.transport, IallreduceTransport | LaneTransport)
+    transport = channel.transport
+    if isinstance(transport, StagingTransport):
+        transport = transport.inner.transport
+    return isinstance(transport, IallreduceTransport | LaneTransport | DeviceRingTransport)
 
 
 def ranks_of_node(communicator: MPI.Comm) -> MPI.Comm:

@@ -52,7 +52,7 @@ class Counts(ctypes.Structure):
     copies_to_host: int
     copies_to_device: int
     unpinned_copies: int
-    copied_bytes: int
+    landed_on_host: int
     queries: int
     contexts: int
 
@@ -66,7 +66,7 @@ class Counts(ctypes.Structure):
             "copies_to_host",
             "copies_to_device",
             "unpinned_copies",
-            "copied_bytes",
+            "landed_on_host",
             "queries",
             "contexts",
         )
@@ -126,9 +126,19 @@ class SimulatedRuntime(Runtime):
         """Whether some stream has something to do."""
         return bool(self._c.simulatedBusy())
 
+    @property
+    def last_error(self) -> int:
+        """The last error of this thread, which is forgotten by looking at it."""
+        return int(self._c.cudaGetLastError())
+
     def set_devices(self, number: int) -> None:
         """Say how many devices there are."""
         self._c.simulatedSetDevices(number)
+
+    def use_device(self, device: int) -> None:
+        """Make a device the current one of this thread, and forget who has been where."""
+        assert self._c.cudaSetDevice(device) == 0
+        self._c.simulatedForgetContexts()
 
     def set_delays(self, to_host: float = 0.0, to_device: float = 0.0) -> None:
         """Let each copy take this many seconds longer."""
@@ -195,5 +205,6 @@ def on_cpu_tensors() -> Iterator[SimulatedRuntime]:
         register("cpu", before)
         simulated.set_delays()
         simulated.set_sum_delay()
+        simulated.use_device(0)
         simulated.set_devices(1)
         simulated.device_index = 0

@@ -74,7 +74,7 @@ static int devices = 1;
 static double delay_to_host, delay_to_device;
 static uint64_t contexts;       /* devices that some call has made a context on, a bit each */
 static long live_streams, live_events, live_registrations, live_allocations;
-static long copies_to_host, copies_to_device, unpinned_copies, copied_bytes, queries;
+static long copies_to_host, copies_to_device, unpinned_copies, landed_on_host, queries;
 
 static __thread int current_device;
 static __thread int last_error;
@@ -146,6 +146,7 @@ static void perform(Operation *operation)
             for (size_t i = 0; i < operation->size / sizeof(float); i++)
                 ((float *)operation->to)[i] += ((const float *)operation->from)[i];
         pthread_mutex_lock(&lock);
+        landed_on_host += operation->kind == TO_HOST;
         break;
     case SLEEP:
     case CALL:
@@ -235,7 +236,6 @@ int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *str
         copies_to_device += kind == TO_DEVICE;
         unpinned_copies += (kind == TO_HOST && !is_registered(to, size))
             || (kind == TO_DEVICE && !is_registered(from, size));
-        copied_bytes += size;
         code = enqueue_if_known(
             stream, (Operation){.what = COPY, .kind = kind, .to = to, .from = from, .size = size});
     }
@@ -538,6 +538,13 @@ void simulatedSetDevices(int number)
     pthread_mutex_unlock(&lock);
 }
 
+void simulatedForgetContexts(void)
+{
+    pthread_mutex_lock(&lock);
+    contexts = 0;
+    pthread_mutex_unlock(&lock);
+}
+
 void simulatedSetDelays(double to_host, double to_device)
 {
     pthread_mutex_lock(&lock);
@@ -626,7 +633,7 @@ int simulatedBusy(void)
 
 typedef struct {
     long streams, events, registrations, allocations;
-    long copies_to_host, copies_to_device, unpinned_copies, copied_bytes, queries;
+    long copies_to_host, copies_to_device, unpinned_copies, landed_on_host, queries;
     uint64_t contexts;
 } Counts;
 
@@ -635,6 +642,6 @@ void simulatedCounts(Counts *counts)
     pthread_mutex_lock(&lock);
     *counts = (Counts){
         live_streams, live_events, live_registrations, live_allocations,
-        copies_to_host, copies_to_device, unpinned_copies, copied_bytes, queries, contexts};
+        copies_to_host, copies_to_device, unpinned_copies, landed_on_host, queries, contexts};
     pthread_mutex_unlock(&lock);
 }

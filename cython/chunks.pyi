@@ -1,0 +1,1 @@
+# Nothing for Python: the engine cimports this.

@@ -1,0 +1,587 @@
+"""The transport of buckets on a device, on a simulated GPU: its waits, its order, its errors."""
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import simulated_gpu
+import torch
+from replicas import RANK, SIZE, together
+from simulated_gpu import SimulatedRuntime
+
+from mpiddp import transport
+from mpiddp.device_runtime import DeviceError, Stream
+from mpiddp.engine import Channel, Engine
+from mpiddp.memory import DeviceMemory
+from mpiddp.reduction import Reduction
+from mpiddp.staging import StagingTransport
+
+several = pytest.mark.mpi(min_size=2)
+
+CPU = torch.device("cpu")
+TIMEOUT = 20.0
+# Every mean of `given` is a whole number, exact in any dtype for up to four ranks.
+UNIT = 12
+PIECE = 4096
+
+
+@dataclass
+class Queue:
+    """A channel of device buckets, with what it is made of."""
+
+    gpu: SimulatedRuntime
+    engine: Engine
+    channel: Channel
+
+    def allocate(self, sizes: list[int], tails: list[int] | None = None) -> list[DeviceMemory]:
+        memories = self.channel.allocate(sizes, tails)
+        assert all(isinstance(memory, DeviceMemory) for memory in memories)
+        return memories  # type: ignore[return-value]
+
+    def reduction(self, memory: DeviceMemory, dtype: torch.dtype = torch.float32) -> Reduction:
+        return Reduction(self.channel, memory, dtype, float(SIZE))
+
+
+@pytest.fixture
+def gpu() -> Iterator[SimulatedRuntime]:
+    """Let CPU tensors be on a device, and find everything given back afterwards."""
+    with simulated_gpu.on_cpu_tensors() as runtime:
+        unpinned = runtime.counts.unpinned_copies
+        yield runtime
+        gc.collect()
+        assert runtime.counts.alive == (0, 0, 0, 0)
+        assert runtime.counts.unpinned_copies == unpinned
+
+
+OpenQueue = Callable[..., Queue]
+
+
+@pytest.fixture
+def open_queue(gpu: SimulatedRuntime) -> Iterator[OpenQueue]:
+    """Return a function that opens queues over host transports, closed at the end."""
+    from mpi4py import MPI
+
+    opened: list[Queue] = []
+
+    def make(name: str = "auto", *, threaded: bool = True, piece_bytes: int = PIECE) -> Queue:
+        engine = Engine(threaded=threaded)
+        communicator = MPI.COMM_WORLD.Dup()
+        inner = transport.open_channel(engine, communicator, name)
+        staging = StagingTransport(inner, gpu, CPU, piece_bytes=piece_bytes)
+        opened.append(Queue(gpu, engine, engine.open_channel(staging, communicator)))
+        return opened[-1]
+
+    yield make
+    gc.collect()
+    MPI.COMM_WORLD.Barrier()
+    for queue in opened:
+        if queue.channel.idle:
+            queue.engine.close_channel(queue.channel)
+            queue.channel.transport.free()
+            queue.channel.communicator.Free()
+        queue.engine.stop()
+    opened.clear()
+
+
+def given(elements: int, dtype: torch.dtype, rank: int = RANK, step: int = 0) -> torch.Tensor:
+    """Return what a rank has."""
+    return ((torch.arange(elements) % 13 + rank + step) * UNIT).to(dtype)
+
+
+def mean(elements: int, dtype: torch.dtype, step: int = 0) -> torch.Tensor:
+    """Return the mean of what all ranks have, exactly."""
+    total = sum(given(elements, torch.float64, rank, step) for rank in range(SIZE))
+    assert isinstance(total, torch.Tensor)
+    return (total / SIZE).to(dtype)
+
+
+def fill(memory: DeviceMemory, dtype: torch.dtype = torch.float32, step: int = 0) -> None:
+    """Give a bucket and its tail this rank's values."""
+    for part in (memory.buffer, memory.tail):
+        values = part.view(dtype)
+        values.copy_(given(values.numel(), dtype, step=step))
+
+
+def check(memory: DeviceMemory, dtype: torch.dtype = torch.float32, step: int = 0) -> None:
+    """Wait on the default stream, and find the means."""
+    memory.wait_on(0)
+    with together():
+        for part in (memory.buffer, memory.tail):
+            values = part.view(dtype)
+            assert torch.equal(values, mean(values.numel(), dtype, step))
+
+
+# Elements of gradients and of tails: none at all, tails only, gradients only, a whole piece and
+# one more, several pieces that are not equal.
+SHAPES = [(0, 0), (0, 3), (1, 3), (5, 0), (PIECE // 4, 2), (PIECE // 4 + 1, 2), (9999, 7)]
+
+
+def reduce_some(queue: Queue, dtype: torch.dtype) -> None:
+    """Reduce several buckets at once, several times."""
+    sizes = [(gradients + tail) * dtype.itemsize for gradients, tail in SHAPES]
+    tails = [tail * dtype.itemsize for _, tail in SHAPES]
+    memories = queue.allocate(sizes, tails)
+    for memory, size, tail in zip(memories, sizes, tails, strict=True):
+        assert memory.buffer.nbytes == size - tail
+        assert memory.tail.nbytes == tail
+        assert not memory.buffer.any()
+        assert not memory.tail.any()
+        assert not memory.divides_before
+    reductions = [queue.reduction(memory, dtype) for memory in memories]
+    for step in range(3):
+        for memory, reduction in zip(memories, reductions, strict=True):
+            fill(memory, dtype, step)
+            reduction.submit()
+        for memory, reduction in zip(memories, reductions, strict=True):
+            assert reduction.wait(TIMEOUT)
+            check(memory, dtype, step)
+
+
+@several
+class TestMeans:
+    @pytest.mark.parametrize("name", ["shared", "mpi"])
+    @pytest.mark.parametrize(
+        "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str
+    )
+    def test_exact(self, open_queue: OpenQueue, name: str, dtype: torch.dtype) -> None:
+        reduce_some(open_queue(name), dtype)
+
+    @pytest.mark.parametrize("nodes", [[0, 1, 2, 3], [0, 0, 1, 1]], ids=["apart", "pairs"])
+    def test_between_nodes(
+        self, open_queue: OpenQueue, nodes: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(transport, "ranks_of_node", lambda comm: comm.Split(nodes[RANK], RANK))
+        queue = open_queue("shared")
+        inner = type(queue.channel.transport.inner.transport).__name__
+        assert inner == ("LaneTransport" if len(set(nodes[:SIZE])) > 1 else "SharedTransport")
+        reduce_some(queue, torch.float32)
+
+    @pytest.mark.parametrize("name", ["shared", "mpi"])
+    def test_without_an_engine_thread(self, open_queue: OpenQueue, name: str) -> None:
+        queue = open_queue(name, threaded=False)
+        assert not queue.engine.has_thread
+        reduce_some(queue, torch.float32)
+
+    @pytest.mark.parametrize("name", ["shared", "mpi"])
+    def test_copies_of_any_speed(
+        self, gpu: SimulatedRuntime, open_queue: OpenQueue, name: str
+    ) -> None:
+        queue = open_queue(name)
+        gpu.set_delays(to_host=0.002 * RANK, to_device=0.002 * (SIZE - 1 - RANK))
+        reduce_some(queue, torch.float32)
+
+    def test_pieces_divide_a_bucket_evenly(
+        self, gpu: SimulatedRuntime, open_queue: OpenQueue
+    ) -> None:
+        queue = open_queue(piece_bytes=PIECE)
+        [memory] = queue.allocate([2 * PIECE + 128 + 8], [8])
+        reduction = queue.reduction(memory)
+        before = gpu.counts
+        fill(memory)
+        reduction.submit()
+        assert reduction.wait(TIMEOUT)
+        check(memory)
+        assert gpu.counts.copies_to_host - before.copies_to_host == 3
+        assert gpu.counts.copies_to_device - before.copies_to_device == 3
+
+    def test_the_channel_of_a_device(self, gpu: SimulatedRuntime) -> None:
+        from mpi4py import MPI
+
+        engine, communicator = Engine(), MPI.COMM_WORLD.Dup()
+        channel = transport.open_channel(engine, communicator, "auto", CPU)
+        assert channel.device == CPU
+        assert isinstance(channel.transport, StagingTransport)
+        assert not transport.sends_messages(channel)
+        reduce_some(Queue(gpu, engine, channel), torch.float32)
+        inner = channel.transport.inner
+        engine.close_channel(channel)
+        assert inner.closed
+        channel.transport.free()
+        communicator.Free()
+        engine.stop()
+
+
+@several
+class TestWaits:
+    def test_for_the_stream_that_fills_the_bucket(
+        self, gpu: SimulatedRuntime, open_queue: OpenQueue
+    ) -> None:
+        """A slow kernel writes the gradients, and nobody waits for it on the host."""
+        queue = open_queue()
+        [memory] = queue.allocate([3 * PIECE])
+        producer = Stream(gpu, 0)
+        values = given(3 * PIECE // 4, torch.float32)
+        reduction = queue.reduction(memory)
+        began = time.perf_counter()
+        gpu.copy(producer.address, memory.buffer.view(torch.float32), values, seconds=0.1)
+        reduction.submit(producer.address)
+        assert time.perf_counter() - began < 0.08
+        assert not reduction.done
+        assert reduction.wait(TIMEOUT)
+        check(memory)
+
+    def test_of_the_stream_that_reads_the_means(
+        self, gpu: SimulatedRuntime, open_queue: OpenQueue
+    ) -> None:
+        """The copy back is slow, and nobody waits for it on the host."""
+        queue = open_queue()
+        [memory] = queue.allocate([3 * PIECE])
+        consumer = Stream(gpu, 0)
+        seen = torch.zeros(3 * PIECE // 4)
+        reduction = queue.reduction(memory)
+        gpu.set_delays(to_device=0.05)
+        fill(memory)
+        reduction.submit()
+        assert reduction.wait(TIMEOUT)
+        assert gpu.busy
+        memory.wait_on(consumer.address)
+        gpu.copy(consumer.address, seen, memory.buffer.view(torch.float32))
+        assert gpu.busy
+        consumer.synchronize()
+        with together():
+            assert torch.equal(seen, mean(seen.numel(), torch.float32))
+
+    def test_one_stream_for_both(self, gpu: SimulatedRuntime, open_queue: OpenQueue) -> None:
+        """Step after step is queued on a stream without the host waiting for it."""
+        queue = open_queue()
+        [memory] = queue.allocate([3 * PIECE])
+        compute = Stream(gpu, 0)
+        reduction = queue.reduction(memory)
+        buffer = memory.buffer.view(torch.float32)
+        values = [given(3 * PIECE // 4, torch.float32, step=step) for step in range(3)]
+        results = [torch.zeros_like(each) for each in values]
+        gpu.set_delays(to_host=0.003, to_device=0.01)
+        for source, result in zip(values, results, strict=True):
+            gpu.copy(compute.address, buffer, source, seconds=0.01 * RANK)
+            reduction.submit(compute.address)
+            assert reduction.wait(TIMEOUT)
+            memory.wait_on(compute.address)
+            gpu.copy(compute.address, result, buffer, seconds=0.01)
+        compute.synchronize()
+        with together():
+            for step, result in enumerate(results):
+                assert torch.equal(result, mean(result.numel(), torch.float32, step))
+
+    def test_before_the_first_means(self, gpu: SimulatedRuntime, open_queue: OpenQueue) -> None:
+        [memory, empty] = open_queue().allocate([64, 0])
+        assert memory.wait_on(0) == empty.wait_on(0) == 0
+
+    def test_polling_leaves_no_error_behind(
+        self, gpu: SimulatedRuntime, open_queue: OpenQueue
+    ) -> None:
+        """torch takes the last error of a thread for that of its own kernels."""
+        queue = open_queue(threaded=False)
+        [memory] = queue.allocate([64])
+        reduction = queue.reduction(memory)
+        gpu.set_delays(to_host=0.01)
+        before = gpu.counts.queries
+        reduction.submit()
+        assert reduction.wait(TIMEOUT)
+        assert gpu.counts.queries > before + 1
+        assert gpu.last_error == 0
+
+    def test_engine_sleeps_between_looks(
+        self, gpu: SimulatedRuntime, open_queue: OpenQueue
+    ) -> None:
+        queue = open_queue()
+        [memory] = queue.allocate([64])
+        reduction = queue.reduction(memory)
+        gpu.set_delays(to_host=0.3)
+        reduction.submit()
+        before = gpu.counts.queries
+        time.sleep(0.2)
+        # One look in 50 to 1000 us; the machine may be busy.
+        assert 10 < gpu.counts.queries - before < 4000
+        assert reduction.wait(TIMEOUT)
+
+
+@several
+class TestOverlap:
+    def test_first_pieces_are_back_before_the_last_have_landed(
+        self, gpu: SimulatedRuntime, open_queue: OpenQueue
+    ) -> None:
+        queue = open_queue()
+        pieces = 5
+        [memory] = queue.allocate([pieces * PIECE])
+        reduction = queue.reduction(memory)
+        fill(memory)
+        gpu.set_delays(to_host=0.04)
+        before = gpu.counts
+        reduction.submit()
+        deadline = time.perf_counter() + TIMEOUT
+        while gpu.counts.copies_to_device == before.copies_to_device:
+            assert time.perf_counter() < deadline
+            time.sleep(0.001)
+        # All copies to the host were issued at once; they take 40 ms each.
+        assert gpu.counts.copies_to_host - before.copies_to_host == pieces
+        assert gpu.counts.landed_on_host - before.landed_on_host < pieces
+        assert reduction.wait(TIMEOUT)
+        check(memory)
+
+    def test_small_bucket_behind_a_large_one_waits_for_its_turn(
+        self, gpu: SimulatedRuntime, open_queue: OpenQueue
+    ) -> None:
+        """Ranks whose copies land in other orders reduce the same pieces with each other."""
+        queue = open_queue("mpi")
+        sizes = [5 * PIECE, 64, 3 * PIECE, 8]
+        memories = queue.allocate(sizes, [0, 0, 0, 8])
+        reductions = [queue.reduction(memory) for memory in memories]
+        for step in range(4):
+            gpu.set_delays(to_host=0.002 * ((RANK + step) % SIZE))
+            for memory, reduction in zip(memories, reductions, strict=True):
+                fill(memory, step=step)
+                reduction.submit()
+            for memory, reduction in zip(memories, reductions, strict=True):
+                assert reduction.wait(TIMEOUT)
+                check(memory, step=step)
+
+
+@several
+def test_engine_thread_makes_no_context_on_another_device(
+    gpu: SimulatedRuntime, open_queue: OpenQueue
+) -> None:
+    gpu.set_devices(3)
+    gpu.use_device(2)
+    gpu.device_index = 2
+    queue = open_queue()
+    [memory] = queue.allocate([3 * PIECE])
+    reduction = queue.reduction(memory)
+    gpu.set_delays(to_host=0.02, to_device=0.001)
+    fill(memory)
+    reduction.submit()
+    deadline = time.perf_counter() + TIMEOUT
+    while not reduction.done:  # the engine thread moves it
+        assert time.perf_counter() < deadline
+        time.sleep(0.001)
+    check(memory)
+    assert gpu.counts.contexts == 1 << 2
+    assert gpu.current_device == 2
+
+
+@several
+def test_callers_keep_their_current_device(gpu: SimulatedRuntime, open_queue: OpenQueue) -> None:
+    gpu.set_devices(2)
+    gpu.device_index = 1
+    queue = open_queue(threaded=False)
+    [memory] = queue.allocate([3 * PIECE])
+    assert gpu.current_device == 0
+    reduction = queue.reduction(memory)
+    fill(memory)
+    producer = Stream(gpu, 1)
+    reduction.submit(producer.address)
+    assert gpu.current_device == 0
+    assert reduction.wait(TIMEOUT)
+    assert gpu.current_device == 0
+    check(memory)
+
+
+@several
+class TestMemory:
+    @pytest.mark.parametrize("name", ["shared", "mpi"])
+    def test_small_buckets_of_two_queues_are_pinned_apart(
+        self, gpu: SimulatedRuntime, open_queue: OpenQueue, name: str
+    ) -> None:
+        first, second = open_queue(name), open_queue(name)
+        memories = [queue.allocate([8, 16, 64], [8, 0, 4]) for queue in (first, second)]
+        assert gpu.counts.registrations == 2
+        del memories
+        assert gpu.counts.registrations == 0
+
+    def test_stays_while_copies_use_it(self, gpu: SimulatedRuntime, open_queue: OpenQueue) -> None:
+        queue = open_queue()
+        [memory, other] = queue.allocate([3 * PIECE, 64])
+        reduction = queue.reduction(memory)
+        gpu.set_delays(to_device=0.1)
+        reduction.submit()
+        assert reduction.wait(TIMEOUT)
+        gpu.set_delays()
+        del memory, other, reduction
+        gc.collect()
+        assert gpu.busy
+        assert gpu.counts.registrations == 1
+        deadline = time.perf_counter() + TIMEOUT
+        while gpu.busy:
+            assert time.perf_counter() < deadline
+            time.sleep(0.01)
+        queue.allocate([64])
+        assert gpu.counts.registrations == 0
+
+    def test_stays_while_the_engine_uses_it(
+        self, gpu: SimulatedRuntime, open_queue: OpenQueue
+    ) -> None:
+        queue = open_queue()
+        [memory] = queue.allocate([3 * PIECE])
+        [other] = queue.allocate([PIECE])
+        gpu.set_delays(to_host=0.02)
+        reduction = queue.reduction(memory)
+        fill(memory)
+        reduction.submit()
+        del memory, reduction
+        gc.collect()
+        last = queue.reduction(other)
+        fill(other)
+        last.submit()
+        assert last.wait(TIMEOUT)
+        check(other)
+        deadline = time.perf_counter() + TIMEOUT
+        while not queue.channel.idle:
+            assert time.perf_counter() < deadline
+            time.sleep(0.001)
+        from mpiddp import reduction as module
+
+        module._abandoned.clear()  # type: ignore[attr-defined]
+
+    def test_is_unpinned_with_its_transport(self, gpu: SimulatedRuntime) -> None:
+        from mpi4py import MPI
+
+        engine, communicator = Engine(), MPI.COMM_WORLD.Dup()
+        channel = transport.open_channel(engine, communicator, "auto", CPU)
+        [memory] = channel.allocate([3 * PIECE], [8])
+        assert isinstance(memory, DeviceMemory)
+        reduction = Reduction(channel, memory, torch.float32, float(SIZE))
+        fill(memory)
+        reduction.submit()
+        assert reduction.wait(TIMEOUT)
+        memory.wait_on(0)
+        engine.close_channel(channel)
+        channel.transport.free()
+        assert gpu.counts.alive == (0, 0, 0, 0)
+        assert memory.wait_on(0) == 0
+        check(memory)
+        communicator.Free()
+        engine.stop()
+
+    def test_wrong_sizes(self, open_queue: OpenQueue, gpu: SimulatedRuntime) -> None:
+        queue = open_queue()
+        with pytest.raises(ValueError, match=r"tails of \[8\] bytes are more"):
+            queue.allocate([4], [8])
+        for piece_bytes in (0, 100):
+            with pytest.raises(ValueError, match="piece_bytes must be a multiple of 64"):
+                StagingTransport(queue.channel.transport.inner, gpu, CPU, piece_bytes=piece_bytes)
+
+
+@several
+class TestErrors:
+    """Calls that fail fail on all ranks: what other ranks do then is not of this transport."""
+
+    @pytest.fixture(autouse=True)
+    def _leave_nothing_behind(self, gpu: SimulatedRuntime) -> Iterator[None]:
+        """Let go of the memory that is kept after a failure for good."""
+        yield
+        from mpiddp import reduction, staging
+
+        gc.collect()
+        reduction._abandoned.clear()  # type: ignore[attr-defined]
+        gc.collect()
+        staging._kept.clear()  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize(
+        ("call", "after"),
+        [
+            ("EventRecord", 0),  # filled
+            ("StreamWaitEvent", 0),
+            ("MemcpyAsync", 0),  # to the host
+            ("EventRecord", 1),  # copied
+            ("EventQuery", 0),
+            ("MemcpyAsync", 1),  # to the device
+            ("EventRecord", 2),  # returned
+        ],
+    )
+    def test_of_a_copy_come_out_where_it_is_waited_for(
+        self, gpu: SimulatedRuntime, open_queue: OpenQueue, call: str, after: int
+    ) -> None:
+        queue = open_queue()
+        [memory] = queue.allocate([PIECE])
+        reduction = queue.reduction(memory)
+        with gpu.failing(call, 700, after):
+            reduction.submit()
+            with pytest.raises(DeviceError) as caught:
+                reduction.wait(TIMEOUT)
+        with together():
+            error = caught.value
+            assert (error.code, error.call, error.device) == (700, f"cuda{call}", 0)
+            assert error.rank == RANK
+            assert f"cuda{call} failed on world rank {RANK}, device 0" in str(error)
+        # And whoever comes next.
+        [other] = queue.allocate([PIECE])
+        with pytest.raises(DeviceError, match=f"cuda{call} failed"):
+            queue.reduction(other).submit()
+        assert not queue.channel.idle
+
+    def test_of_the_device_that_is_gone(
+        self, gpu: SimulatedRuntime, open_queue: OpenQueue
+    ) -> None:
+        gpu.set_devices(2)
+        gpu.device_index = 1
+        queue = open_queue()
+        [memory] = queue.allocate([PIECE])
+        reduction = queue.reduction(memory)
+        gpu.set_devices(1)
+        reduction.submit()
+        with pytest.raises(DeviceError, match=r"cudaSetDevice .*device 1: cudaErrorInvalidDevice"):
+            reduction.wait(TIMEOUT)
+
+    @pytest.mark.parametrize("call", ["HostRegister", "EventCreateWithFlags"])
+    def test_of_memory(self, gpu: SimulatedRuntime, open_queue: OpenQueue, call: str) -> None:
+        queue = open_queue("mpi")
+        with gpu.failing(call, 2, 0), pytest.raises(DeviceError) as caught:
+            queue.allocate([PIECE, 3 * PIECE])
+        assert caught.value.call == f"cuda{call}"
+        assert f"world rank {RANK}, device 0: cudaErrorMemoryAllocation (2)" in str(caught.value)
+        gc.collect()
+        assert gpu.counts.events == gpu.counts.registrations == 0
+
+    def test_of_streams(self, gpu: SimulatedRuntime) -> None:
+        from mpi4py import MPI
+
+        engine, communicator = Engine(), MPI.COMM_WORLD.Dup()
+        with gpu.failing("StreamCreateWithFlags", 2, 1), pytest.raises(DeviceError):
+            transport.open_channel(engine, communicator, "mpi", CPU)
+        engine.stop()
+        communicator.Free()
+
+    def test_of_the_transport_below(self, open_queue: OpenQueue) -> None:
+        """MPI's own error, with its text, comes out of the outer channel."""
+        from mpi4py import MPI
+
+        from mpiddp.errors import MPIError
+
+        if MPI.get_vendor()[0] != "MPICH":
+            pytest.skip("Open MPI crashes when a freed communicator is used")
+        queue = open_queue("mpi")
+        queue.channel.communicator.Set_errhandler(MPI.ERRORS_RETURN)
+        [memory] = queue.allocate([PIECE])
+        reduction = queue.reduction(memory)
+        queue.channel.communicator.Free()
+        reduction.submit()
+        with pytest.raises(MPIError, match="MPI_Iallreduce failed"):
+            reduction.wait(TIMEOUT)
+
+
+def test_world_of_one(gpu: SimulatedRuntime) -> None:
+    engine = Engine()
+    channel = transport.open_channel_of_one(engine, CPU)
+    assert channel.device == CPU
+    [memory] = channel.allocate([100], [8])
+    assert isinstance(memory, DeviceMemory)
+    assert (memory.buffer.nbytes, memory.tail.nbytes) == (92, 8)
+    reduction = Reduction(channel, memory, torch.float32, 1.0)
+    memory.buffer.view(torch.float32).fill_(3)
+    reduction.submit()
+    assert reduction.done
+    assert reduction.wait(TIMEOUT)
+    assert memory.wait_on(0) == 0
+    assert memory.buffer.view(torch.float32).unique().tolist() == [3]
+    assert not engine.has_thread
+    engine.close_channel(channel)
+
+
+def test_a_module_on_the_cpu_has_no_device() -> None:
+    engine = Engine()
+    channel: Any = transport.open_channel_of_one(engine)
+    assert channel.device is None
+    assert len(channel.allocate([8, 8], [4, 4])) == 2
+    engine.close_channel(channel)
