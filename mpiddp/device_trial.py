@@ -2,16 +2,14 @@
 
 An MPI that cannot do what it promises does not return an error: it crashes, hangs or adds
 garbage. So a small job is started beside this one, from one rank, and judged by what it says.
-
-    python -m mpiddp.device_trial device|ring TYPE:INDEX [LIBRARY PREFIX]
-
-is one rank of that job.
+`device_trial_rank` is what it runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,12 +18,8 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 __all__ = ["trial"]
 
@@ -33,8 +27,11 @@ __all__ = ["trial"]
 SECONDS = 90.0
 RANKS = 2
 
-_STARTED = "mpiddp trial: a rank of"
-_PASSED = "mpiddp trial: right sums on a rank of"
+# What a rank says: the first two followed by the number of ranks, the last by what is wrong.
+STARTED = "mpiddp trial: a rank of"
+PASSED = "mpiddp trial: right sums on a rank of"
+FAILED = "mpiddp trial: failed: "
+SECONDS_VARIABLE = "MPIDDP_TRIAL_SECONDS"
 
 # What launchers tell a rank about its job. A rank of another job must not see it; settings of
 # users (OMPI_MCA_, PRTE_MCA_, MPICH_, MPIR_) it must see.
@@ -85,7 +82,7 @@ def trial(
     """
     if program is None:
         arguments = [way, f"{device.type}:{device.index or 0}", *(runtime or ())]
-        program = [sys.executable, "-m", "mpiddp.device_trial", *arguments]
+        program = [sys.executable, "-m", "mpiddp.device_trial_rank", *arguments]
     problem = "nothing started it"
     for launcher in [*(find_launchers() if launchers is None else launchers), None]:
         command = [launcher, "-n", str(RANKS)] if launcher else []
@@ -137,7 +134,7 @@ def _run(command: Sequence[str], ranks: int, seconds: float) -> tuple[bool, str]
                 command,
                 # Elsewhere than where a source folder may hide the package.
                 cwd=tempfile.gettempdir(),
-                env=environment_of_a_job(os.environ) | {"MPIDDP_TRIAL_SECONDS": f"{seconds:g}"},
+                env=environment_of_a_job(os.environ) | {SECONDS_VARIABLE: f"{seconds:g}"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -154,14 +151,15 @@ def _run(command: Sequence[str], ranks: int, seconds: float) -> tuple[bool, str]
             _end(process)
         output.seek(0)
         lines = output.read().splitlines()
-    began = sum(line.startswith(f"{_STARTED} {ranks}") for line in lines) > 0
-    passed = sum(line.startswith(f"{_PASSED} {ranks}") for line in lines)
+    began = sum(line.startswith(f"{STARTED} {ranks}") for line in lines) > 0
+    passed = sum(line.startswith(f"{PASSED} {ranks}") for line in lines)
     if late:
         return began, f"it had not ended after {seconds:g} s"
     if process.returncode == 0 and passed == ranks:
         return True, ""
-    said = [line for line in lines if line.strip() and not line.startswith(_STARTED)]
-    last = f": {said[-1].strip()[:200]}" if said else ""
+    said = [line.removeprefix(FAILED) for line in lines if line.startswith(FAILED)]
+    said += [line for line in reversed(lines) if re.search(r"\w", line)][:1]
+    last = f": {said[0].strip()[:200]}" if said and not said[0].startswith(STARTED) else ""
     return began, f"it ended with {_describe_status(process.returncode)}{last}"
 
 
@@ -192,102 +190,3 @@ def _session(leader: int) -> list[int]:
             if int(session) == leader and state not in "ZX":
                 found.append(int(entry.parent.name))
     return found
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Be one rank of the job. Collective over its ranks."""
-    # Should whoever waits for it be killed, it does not stay.
-    signal.alarm(int(float(os.environ.get("MPIDDP_TRIAL_SECONDS", SECONDS))) + 1)
-    way, name, *runtime = arguments
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
-    print(_STARTED, world.Get_size(), flush=True)
-    device = torch.device(name)
-    if runtime:
-        from mpiddp import device_runtime
-
-        device_runtime.register(device.type, device_runtime.Runtime(*runtime))
-    try:
-        average_and_check(way, world.Dup(), device)
-    except Exception as error:
-        print(f"{type(error).__name__}: {error}", flush=True)
-        world.Abort(3)
-    print(_PASSED, world.Get_size(), flush=True)
-    return 0
-
-
-def average_and_check(way: str, communicator: MPI.Comm, device: torch.device) -> None:
-    """Sum on the GPU what can be checked. Collective.
-
-    Raises:
-        RuntimeError: a sum is wrong, or does not come.
-    """
-    from mpi4py import MPI
-
-    from mpiddp.device_runtime import runtime_of
-    from mpiddp.device_transports import make_transport
-    from mpiddp.engine import Engine
-    from mpiddp.reduction import Reduction
-
-    communicator.Set_errhandler(MPI.ERRORS_RETURN)
-    if communicator.Get_size() == 1:
-        _check_alone(way, communicator, device)
-        return
-    engine = Engine(threaded=False)
-    channel = engine.open_channel(make_transport(way, communicator, device), communicator)
-    runtime = runtime_of(device)
-    assert runtime is not None
-    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
-        # Several chunks, of which the last is odd; and less than a chunk.
-        sizes = [elements * dtype.itemsize for elements in (3_000_001, 1001)]
-        memories = channel.allocate(sizes, [dtype.itemsize] * len(sizes))
-        reductions = []
-        for memory in memories:
-            gradients = memory.buffer.view(dtype)
-            gradients.copy_(_given(gradients.numel(), communicator.Get_rank(), device))
-            memory.tail.view(dtype).fill_(1)
-            reductions.append(Reduction(channel, memory, dtype, 1.0))
-            reductions[-1].submit(runtime.current_stream(device))
-        for reduction, memory in zip(reductions, memories, strict=True):
-            if not reduction.wait(SECONDS / 2):
-                raise RuntimeError(f"a sum of {dtype} takes too long")
-            gradients = memory.buffer.view(dtype)
-            parts = [
-                _given(gradients.numel(), rank, device) for rank in range(communicator.Get_size())
-            ]
-            if not torch.equal(gradients.double(), torch.stack(parts).sum(0).double()):
-                raise RuntimeError(f"a sum of {dtype} is wrong")
-            if memory.tail.view(dtype).item() != communicator.Get_size():
-                raise RuntimeError(f"the flags beside {dtype} are wrong")
-    engine.close_channel(channel)
-    engine.stop()
-
-
-def _given(elements: int, rank: int, device: torch.device) -> torch.Tensor:
-    # Whole numbers, whose sums are exact in 16 bits.
-    return (torch.arange(elements, device=device) + rank) % 13
-
-
-def _check_alone(way: str, communicator: MPI.Comm, device: torch.device) -> None:
-    """Let MPI copy GPU memory from one place to another: all that one rank can try."""
-    from mpi4py import MPI
-
-    given = _given(100_001, 0, device).float()
-    result = torch.zeros_like(given)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    source, target = (
-        MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes) for tensor in (given, result)
-    )
-    if way == "device":
-        requests = [communicator.Iallreduce([source, MPI.FLOAT], [target, MPI.FLOAT])]
-    else:
-        requests = [communicator.Irecv(target, 0), communicator.Isend(source, 0)]
-    MPI.Request.Waitall(requests)
-    if not torch.equal(given, result):
-        raise RuntimeError("what MPI copied is not what was there")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
