@@ -1,4 +1,7 @@
-"""Choose how the gradients of a module travel: the one place that knows all transports."""
+"""Choose how the gradients of a module travel: the one place that knows all transports.
+
+Those on a GPU: `device_transports` chooses for them, and "staging" lies over one of these here.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpiddp import device_transports
+from mpiddp.device_ring import DeviceRingTransport
 from mpiddp.device_runtime import runtime_of
 from mpiddp.iallreduce import IallreduceTransport
 from mpiddp.lanes import LaneTransport
@@ -66,11 +71,17 @@ def open_channel(
     Raises:
         OSError: "shared" was asked for, and the ranks of a node cannot share memory.
         DeviceError: the device's runtime refuses to make streams.
+        ValueError: MPIDDP_DEVICE_TRANSPORT names no transport.
+        RuntimeError: it names another one on another rank.
     """
-    channel = _open_host_channel(engine, communicator, name)
     runtime = None if device is None else runtime_of(device)
     if device is None or runtime is None:
-        return channel
+        return _open_host_channel(engine, communicator, name)
+    choice = device_transports.choose(communicator, device)
+    if choice.name != device_transports.STAGING:
+        transport = device_transports.make_transport(choice.name, communicator, device)
+        return engine.open_channel(transport, communicator)
+    channel = _open_host_channel(engine, communicator, name)
     return engine.open_channel(StagingTransport(channel, runtime, device), communicator)
 
 
@@ -159,7 +170,7 @@ def sends_messages(channel: Channel) -> bool:
     transport = channel.transport
     if isinstance(transport, StagingTransport):
         transport = transport.inner.transport
-    return isinstance(transport, IallreduceTransport | LaneTransport)
+    return isinstance(transport, IallreduceTransport | LaneTransport | DeviceRingTransport)
 
 
 def ranks_of_node(communicator: MPI.Comm) -> MPI.Comm:

@@ -22,7 +22,7 @@ import torch
 
 from mpiddp.device_runtime import Runtime, Stream, register
 
-SOURCE = Path(__file__).with_name("simulated_gpu.c")
+SOURCES = [Path(__file__).with_name(name) for name in ("simulated_gpu.c", "simulated_blas.c")]
 BUILT = Path(__file__).parents[2] / "build"
 
 
@@ -30,14 +30,14 @@ BUILT = Path(__file__).parents[2] / "build"
 def library() -> str:
     """Return the path of the library, compiled unless it has been."""
     compiler = [*shlex.split(os.environ.get("CC", "cc")), "-O1", "-g", "-Wall", "-Werror"]
-    text = SOURCE.read_bytes() + " ".join(compiler).encode()
+    text = b"".join(path.read_bytes() for path in SOURCES) + " ".join(compiler).encode()
     path = BUILT / f"simulated-gpu-{hashlib.sha256(text).hexdigest()[:12]}.so"
     if not path.exists():
         # All ranks may come here at once, and each must find a whole file.
         BUILT.mkdir(exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
-        command = [*compiler, "-shared", "-fPIC", "-pthread", "-o", str(unfinished), str(SOURCE)]
-        subprocess.run(command, check=True)
+        command = [*compiler, "-shared", "-fPIC", "-pthread", "-o", str(unfinished)]
+        subprocess.run([*command, *map(str, SOURCES)], check=True)
         unfinished.rename(path)
     return str(path)
 
@@ -92,6 +92,7 @@ class SimulatedRuntime(Runtime):
         self._c = ctypes.CDLL(library())
         seconds, pointer = ctypes.c_double, ctypes.c_void_p
         self._c.simulatedSetDelays.argtypes = [seconds, seconds]
+        self._c.simulatedSetSumDelay.argtypes = [seconds]
         self._c.simulatedFail.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_long]
         self._c.simulatedSleep.argtypes = [pointer, seconds]
         for kernel in (self._c.simulatedCopy, self._c.simulatedAdd):
@@ -142,6 +143,10 @@ class SimulatedRuntime(Runtime):
     def set_delays(self, to_host: float = 0.0, to_device: float = 0.0) -> None:
         """Let each copy take this many seconds longer."""
         self._c.simulatedSetDelays(to_host, to_device)
+
+    def set_sum_delay(self, seconds: float = 0.0) -> None:
+        """Let each sum of the BLAS library take this many seconds longer."""
+        self._c.simulatedSetSumDelay(seconds)
 
     @contextlib.contextmanager
     def failing(self, call: str, code: int = 999, after: int = 0) -> Iterator[None]:
@@ -199,6 +204,7 @@ def on_cpu_tensors() -> Iterator[SimulatedRuntime]:
     finally:
         register("cpu", before)
         simulated.set_delays()
+        simulated.set_sum_delay()
         simulated.use_device(0)
         simulated.set_devices(1)
         simulated.device_index = 0

@@ -30,7 +30,7 @@ enum {
 };
 
 enum { TO_DEVICE = 1, TO_HOST = 2, ON_DEVICE = 3 };
-enum { COPY, RECORD, WAIT, SLEEP, ADD, END };
+enum { COPY, RECORD, WAIT, SLEEP, ADD, CALL, END };
 
 #define MAX_REGISTRATIONS 4096
 #define MAX_FAILURES 8
@@ -51,6 +51,8 @@ typedef struct Operation {
     double seconds;
     Event *event;
     uint64_t number;
+    void (*function)(void *);
+    void *argument;
     struct Operation *next;
 } Operation;
 
@@ -142,8 +144,11 @@ static void perform(Operation *operation)
         landed_on_host += operation->kind == TO_HOST;
         break;
     case SLEEP:
+    case CALL:
         pthread_mutex_unlock(&lock);
         sleep_seconds(operation->seconds);
+        if (operation->what == CALL)
+            operation->function(operation->argument);
         pthread_mutex_lock(&lock);
         break;
     case RECORD:
@@ -588,6 +593,26 @@ int simulatedAdd(void *stream, double seconds, void *to, const void *from, size_
     pthread_mutex_lock(&lock);
     code = enqueue_if_known(stream, (Operation){
         .what = ADD, .kind = ON_DEVICE, .seconds = seconds, .to = to, .from = from, .size = size});
+    pthread_mutex_unlock(&lock);
+    return code;
+}
+
+/* For simulated_blas.c: a function on a stream, after some time, and what its calls must return. */
+int simulatedCall(void *stream, double seconds, void (*function)(void *), void *argument)
+{
+    int code;
+    pthread_mutex_lock(&lock);
+    code = enqueue_if_known(stream, (Operation){
+        .what = CALL, .seconds = seconds, .function = function, .argument = argument});
+    pthread_mutex_unlock(&lock);
+    return code;
+}
+
+int simulatedInjected(const char *call)
+{
+    int code;
+    pthread_mutex_lock(&lock);
+    code = injected(call);
     pthread_mutex_unlock(&lock);
     return code;
 }
