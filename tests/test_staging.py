@@ -52,6 +52,11 @@ def gpu() -> Iterator[SimulatedRuntime]:
     with simulated_gpu.on_cpu_tensors() as runtime:
         unpinned = runtime.counts.unpinned_copies
         yield runtime
+        # Means that nobody has waited for may still be on their way.
+        deadline = time.perf_counter() + TIMEOUT
+        while runtime.busy and time.perf_counter() < deadline:
+            time.sleep(0.001)
+        staging._forget_kept()  # type: ignore[attr-defined]
         if runtime.counts.alive != (0, 0, 0, 0):
             gc.collect()
         assert runtime.counts.alive == (0, 0, 0, 0)
