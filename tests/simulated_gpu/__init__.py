@@ -29,7 +29,7 @@ BUILT = Path(__file__).parents[2] / "build"
 @cache
 def library() -> str:
     """Return the path of the library, compiled unless it has been."""
-    compiler = [*shlex.split(os.environ.get("CC", "cc")), "-O1", "-g", "-Wall"]
+    compiler = [*shlex.split(os.environ.get("CC", "cc")), "-O1", "-g", "-Wall", "-Werror"]
     text = SOURCE.read_bytes() + " ".join(compiler).encode()
     path = BUILT / f"simulated-gpu-{hashlib.sha256(text).hexdigest()[:12]}.so"
     if not path.exists():
@@ -145,6 +145,15 @@ class SimulatedRuntime(Runtime):
         """Let each copy take this many seconds longer."""
         self._c.simulatedSetDelays(to_host, to_device)
 
+    @contextlib.contextmanager
+    def failing(self, call: str, code: int = 999, after: int = 0) -> Iterator[None]:
+        """Let a function, named without its prefix, fail from its call number `after` on."""
+        self._c.simulatedFail(call.encode(), code, after)
+        try:
+            yield
+        finally:
+            self._c.simulatedFail(call.encode(), 0, 0)
+
     def hold_copies(self, to_host: bool = False, to_device: bool = False) -> None:
         """Hold up copies that are issued from now on, each until it is released."""
         self._c.simulatedHoldCopies(to_host, to_device)
@@ -156,15 +165,6 @@ class SimulatedRuntime(Runtime):
     def release(self, number: int = -1) -> None:
         """Let the oldest `number` of what is held up go on; without a number, all."""
         self._c.simulatedRelease(number)
-
-    @contextlib.contextmanager
-    def failing(self, call: str, code: int = 999, after: int = 0) -> Iterator[None]:
-        """Let a function, named without its prefix, fail from its call number `after` on."""
-        self._c.simulatedFail(call.encode(), code, after)
-        try:
-            yield
-        finally:
-            self._c.simulatedFail(call.encode(), 0, 0)
 
     def sleep(self, stream: int, seconds: float) -> None:
         """Run a kernel that does nothing for some time."""

@@ -44,6 +44,7 @@ typedef struct Event {
 
 typedef struct Operation {
     int what;
+    long gate;              /* goes on when so many were released, 0: at once */
     int kind;
     void *to;
     const void *from;
@@ -51,7 +52,6 @@ typedef struct Operation {
     double seconds;
     Event *event;
     uint64_t number;
-    long gate;              /* goes on when so many were released, 0: at once */
     struct Operation *next;
 } Operation;
 
