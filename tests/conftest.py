@@ -17,18 +17,25 @@ TIMEOUT = timedelta(seconds=30)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --slow, which `make test-all` gives."""
+    """Add --slow, which `make test-all` gives, and --simulated-gpu."""
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+    parser.addoption(
+        "--simulated-gpu",
+        action="store_true",
+        help="let CPU tensors go the way of GPU tensors, on a simulated GPU",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the slow tests unless they were asked for."""
-    if config.getoption("slow"):
-        return
-    slow = [item for item in items if item.get_closest_marker("slow") is not None]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
+    """Leave out the slow tests, and those for a GPU, unless they were asked for."""
+    left_out = set() if config.getoption("slow") else {"slow"}
+    # Not by a `-m` of pyproject.toml: one that is given replaces it.
+    if "gpu" not in config.getoption("markexpr"):
+        left_out.add("gpu")
+    unwanted = [item for item in items if any(map(item.get_closest_marker, left_out))]
+    if unwanted:
+        config.hook.pytest_deselected(items=unwanted)
+        items[:] = [item for item in items if item not in unwanted]
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +52,12 @@ def world(request: pytest.FixtureRequest) -> Iterator[None]:
     # One core a rank at best.
     torch.set_num_threads(1)
     mpiddp.init_process_group(timeout=TIMEOUT)
+    if request.config.getoption("simulated_gpu"):
+        from simulated_gpu import runtime
+
+        from mpiddp.device_runtime import register
+
+        register("cpu", runtime())
     yield
     # Collective: after a failure the other ranks may be anywhere.
     if not request.session.testsfailed:
