@@ -140,7 +140,7 @@ def buffer_of(
         tensor: its memory must outlive the MPI call.
         datatype: what the memory holds; None moves it as bytes, whatever its dtype.
     """
-    nbytes = tensor.numel() * tensor.element_size()
+    nbytes = tensor.nbytes
     memory = MPI.buffer.fromaddress(tensor.data_ptr(), nbytes)
     if datatype is None:
         return memory, nbytes, MPI.BYTE

@@ -76,14 +76,15 @@ class Copier:
     def host_memory_like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return contiguous tensors on the host of the same shapes and dtypes, not initialised.
 
-        All lie in one piece of pinned memory, which torch's allocator reuses.
+        All lie in one piece of pinned memory, which torch's allocator reuses, but each counts its
+        own versions.
         """
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         rooms = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
         pinned = self.device.type == "cuda"
         memory = torch.empty(sum(rooms), dtype=torch.uint8, pin_memory=pinned)
         return [
-            part[:size].view(tensor.dtype).view(tensor.shape)
+            part[:size].view(tensor.dtype).view(tensor.shape).data
             for part, size, tensor in zip(torch.split(memory, rooms), sizes, tensors, strict=True)
         ]
 

@@ -20,6 +20,7 @@ from mpiddp import agreement, device_tensors
 from mpiddp.calls import Call, call_of
 from mpiddp.compilation import run_as_it_is
 from mpiddp.completion import Completion
+from mpiddp.device_tensors import DeviceWork
 from mpiddp.engine import Engine
 from mpiddp.requests import Pending, Requests
 from mpiddp.roll_call import RollCall
@@ -123,13 +124,9 @@ class OperatingGroup(dist.ProcessGroup):
         assert isinstance(pending, list)
         seconds = self.timeout.total_seconds()
         number = max((work.number for work in together), default=0)
-        copies = [
-            each
-            for work in together
-            if isinstance(work, device_tensors.DeviceWork)
-            for each in work.copies
-        ]
-        return _work(copies, self, "coalesced", operation, pending, seconds, number)
+        copies = [each for work in together if isinstance(work, DeviceWork) for each in work.copies]
+        what = ("coalesced", operation, pending, seconds, number)
+        return DeviceWork(copies, self, *what) if copies else Work(self, *what)
 
     # For what is built on it.
 
@@ -200,6 +197,7 @@ class OperatingGroup(dist.ProcessGroup):
         compared: Callable[[], Iterable[torch.Tensor]] | None = None,
         elements: Callable[[], tuple[Sequence[int], Sequence[int]]] | None = None,
         message: bool = False,
+        profiled: bool = False,
     ) -> TorchWork:
         """Run an operation up to its end, or if it is asynchronous up to MPI's first calls.
 
@@ -207,31 +205,17 @@ class OperatingGroup(dist.ProcessGroup):
         must agree with, see `agreement.check`; a message is not compared nor counted. If the first
         of `tensors` is on a GPU, so are all, see Note [Operations on copies].
         """
-        run = self._run
-        if torch.autograd.profiler._is_profiler_enabled:
-            run = torch.profiler.record_function(f"mpiddp:{name}")(run)
-        return run(name, function, arguments, opts, tensors, detail, compared, elements, message)
-
-    def _run(
-        self,
-        name: str,
-        function: Callable[..., Operation],
-        arguments: tuple[Any, ...],
-        opts: Any,
-        tensors: Sequence[torch.Tensor],
-        detail: object,
-        compared: Callable[[], Iterable[torch.Tensor]] | None,
-        elements: Callable[[], tuple[Sequence[int], Sequence[int]]] | None,
-        message: bool,
-    ) -> TorchWork:
+        if torch.autograd.profiler._is_profiler_enabled and not profiled:
+            what = (function, arguments, opts, tensors, detail, compared, elements, message)
+            with torch.profiler.record_function(f"mpiddp:{name}"):
+                return self._start(name, *what, profiled=True)
         number = 0
         at_once = opts is not None and not opts.asyncOp and self._together is None
-        copies: tuple[device_tensors.HostCopies, ...] = ()
+        copies = None
         if tensors and tensors[0].is_cpu is not device_tensors.CPU_IS_HOST:
-            operation, own = device_tensors.on_host(
+            operation, copies = device_tensors.on_host(
                 self, name, function, arguments, beside=not at_once
             )
-            copies = (own,)
         else:
             operation = function(self, *arguments)
         with self._starting:
@@ -244,7 +228,11 @@ class OperatingGroup(dist.ProcessGroup):
         waited = pending if isinstance(pending, list) else [pending]
         if at_once:
             return self._finish(name, operation, waited, opts, number)
-        work = _work(copies, self, name, operation, waited, self._limit(opts), number)
+        if copies is None:
+            work = Work(self, name, operation, waited, self._limit(opts), number)
+        else:
+            limit = self._limit(opts)
+            work = DeviceWork([copies], self, name, operation, waited, limit, number)
         # A small message has gone at once, and the engine need not hear of it.
         if not work.is_completed():
             for each in waited:
@@ -287,10 +275,6 @@ class OperatingGroup(dist.ProcessGroup):
         # torch marks "not given" by a negative time.
         limit = own if own is not None and own > timedelta(0) else self.timeout
         return float(limit.total_seconds())
-
-
-def _work(copies: Sequence[device_tensors.HostCopies], *arguments: Any) -> Work:
-    return device_tensors.DeviceWork(copies, *arguments) if copies else Work(*arguments)
 
 
 def _each(works: list[Work]) -> Operation:

@@ -37,13 +37,16 @@ def all_reduce(
     group: ProcessGroup, tensors: Sequence[torch.Tensor], op: dist.ReduceOp
 ) -> Operation:
     """Reduce each tensor over all ranks in place. Collective."""
+    if len(tensors) > 1:
+        # Refused while nothing is under way.
+        tensors_around_mpi.check_on_host(tensors)
+    pending: list[Pending] = []
     started = []
     for tensor in tensors:
         how = datatypes.reduction(tensor.dtype, op)
         # In place on every rank, as MPI wants it, whatever the layouts of their tensors are.
-        started.append((_contribution(tensor, how, op), tensor, how))
-    pending: list[Pending] = []
-    for total, _, how in started:
+        total = _contribution(tensor, how, op)
+        started.append((total, tensor, how))
         pending += _iallreduce(group, total, total, how)
     yield pending
     for total, tensor, how in started:
@@ -267,8 +270,10 @@ def _iallreduce(
     Open MPI's nonblocking all-reduce is faster out of place, but by less than a copy takes.
     """
     pending = []
-    in_place = contribution.data_ptr() == total.data_ptr()
-    for source, target in zip(messages.pieces(contribution), messages.pieces(total), strict=True):
+    in_place = contribution is total or contribution.data_ptr() == total.data_ptr()
+    targets = messages.pieces(total)
+    sources = targets if in_place else messages.pieces(contribution)
+    for source, target in zip(sources, targets, strict=True):
         request = group.communicator.Iallreduce(
             MPI.IN_PLACE if in_place else datatypes.buffer_of(source, how.datatype),
             datatypes.buffer_of(target, how.datatype),

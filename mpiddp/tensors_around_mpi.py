@@ -20,15 +20,25 @@ def dense(tensor: torch.Tensor, anywhere: bool = False) -> torch.Tensor:
         TypeError: its layout is not strided.
     """
     if not tensor.is_cpu and not anywhere:
-        raise ValueError(
-            f"a collective takes tensors that are all on one device, not on {tensor.device} and "
-            f"on the CPU"
-        )
+        check_on_host([tensor])
     if tensor.layout is not torch.strided:
         raise TypeError(f"cannot move a tensor of layout {tensor.layout} over MPI")
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     return tensor.detach().contiguous().resolve_conj().resolve_neg()
+
+
+def check_on_host(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError unless all tensors are on the CPU.
+
+    Of a call whose first tensor is not, none comes here: see Note [Operations on copies].
+    """
+    for tensor in tensors:
+        if not tensor.is_cpu:
+            raise ValueError(
+                f"a collective takes tensors that are all on one device, not on {tensor.device} "
+                f"and on the CPU"
+            )
 
 
 def apart(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:

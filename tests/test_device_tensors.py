@@ -390,8 +390,9 @@ class TestMemory:
 
     def test_is_the_callers_after_a_wait(self) -> None:
         """As with any work of torch's: what comes later on the stream may use the memory."""
+        memory = torch.ones(3)  # the CPU's allocator, unlike a GPU's, knows no streams
         with on_gpu(delay=0.1) as simulated, current_stream(simulated):
-            tensor = torch.ones(3)
+            tensor = memory[:]
             alive = weakref.ref(tensor)
             work = all_reduce(tensor)
             work.wait()
