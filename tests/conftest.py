@@ -53,8 +53,9 @@ def world(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(1)
     mpiddp.init_process_group(timeout=TIMEOUT)
     if request.config.getoption("simulated_gpu"):
-        from mpiddp.device_runtime import register
         from simulated_gpu import runtime
+
+        from mpiddp.device_runtime import register
 
         register("cpu", runtime())
     yield
