@@ -36,7 +36,7 @@ from libc.string cimport memset
 import torch
 
 from mpiddp.bucket cimport Bucket
-from mpiddp.device_runtime cimport Event, Runtime, check_device, enter_device, leave_device
+from mpiddp.device_runtime cimport Event, check_device, enter_device, leave_device
 from mpiddp.memory cimport DeviceMemory
 
 from mpiddp.device_runtime import runtime_of

@@ -41,7 +41,7 @@ from torch.autograd import Variable
 
 from mpiddp.bucket cimport INCOMPLETE, MISSED, Bucket
 from mpiddp.device_bucket cimport DeviceBucket
-from mpiddp.engine cimport WAIT_TIMED_OUT, Channel, work_is_done
+from mpiddp.engine cimport WAIT_TIMED_OUT, work_is_done
 from mpiddp.places cimport bring_plain, copy_from_place, copy_to_place, find_place
 from mpiddp.places import move_gradient, views_by_parameter
 from mpiddp.system cimport now

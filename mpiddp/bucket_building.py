@@ -61,7 +61,7 @@ def _allocate(reducer: Reducer, members: dict[int, list[torch.Tensor]]) -> dict[
     """Return memory for the parameters of each bucket, by the bucket's number. Collective."""
     dtype, _ = reducer.mixed_precision or (None, None)
     flags_only = reducer.python_hook is not None
-    found = {}
+    found: dict[int, BucketMemory] = {}
     for device in dict.fromkeys(parameters[0].device for parameters in members.values()):
         numbers = [n for n, parameters in members.items() if parameters[0].device == device]
         sizes, tails = (

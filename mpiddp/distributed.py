@@ -92,8 +92,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         ValueError: a bucket size is negative, there is no such transport, a parameter or buffer
             is on another kind of device, or the devices that are asked for are not the module's.
         RuntimeError: there is no process group, or two; no parameter needs a gradient;
-            `mixed_precision` is given for the CPU; or the ranks construct different models (the error names
-            parameters and ranks).
+            `mixed_precision` is given for the CPU; or the ranks construct different models (the
+            error names parameters and ranks).
     """
 
     process_group: ProcessGroup

@@ -46,9 +46,7 @@ class GradientQueues:
         kind = (transport, device)
         free = torch.ones(len(self._channels), dtype=torch.uint8)
         for index, channel in enumerate(self._channels):
-            free[index] = (
-                index not in self._lent and channel.idle and self._kinds[index] == kind
-            )
+            free[index] = index not in self._lent and channel.idle and self._kinds[index] == kind
         if len(self._channels):
             opts = AllreduceOptions()
             opts.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)

@@ -55,5 +55,6 @@ class UpcastHook(PythonHook):
         torch's hook lets the caller's stream wait in a callback of autograd's, which comes after
         the reducer's.
         """
+        assert hasattr(self.state, "upcast_stream")
         torch.accelerator.current_stream().wait_stream(self.state.upcast_stream)
         return super().finish(reducer, bucket)

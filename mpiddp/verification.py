@@ -31,7 +31,7 @@ def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
             if tensor.layout is torch.strided
             else f"shape {tuple(tensor.shape)}, {tensor.dtype}, {tensor.layout}"
         )
-        + (f", on its GPU number {devices.index(tensor.device)}" if tensor.device in devices else "")
+        + (f", on GPU number {devices.index(tensor.device)}" if tensor.device in devices else "")
         for name, tensor in tensors.items()
     }
 

@@ -31,6 +31,7 @@ from replicas import (
 from simulated_gpu import SimulatedRuntime, on_cpu_tensors
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -279,9 +280,9 @@ def test_compression(hook, views):
             loss_of(model, batch).backward()
         assert_same_gradients(*pair)
     with together():
-        assert all(
-            bucket.buffer.dtype.itemsize == 2 for bucket in pair[0].reducer.buckets
-        ), "something travelled wide"
+        assert all(bucket.buffer.dtype.itemsize == 2 for bucket in pair[0].reducer.buckets), (
+            "something travelled wide"
+        )
 
 
 def test_sparse_gradients(views):
@@ -554,6 +555,136 @@ def test_what_is_done_with_the_means_waits_for_them(how, gpu, streams):
             assert_gradients_close(gradients_of(wrapped), expected, rounding=rounding)
 
 
+# Mixed precision, and several devices.
+
+
+class _NoStream:
+    """Stands for torch's streams and events, which a torch without GPUs cannot make."""
+
+    def __enter__(self) -> "_NoStream":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def wait_stream(self, other: object) -> None:
+        self.waited = other
+
+    def record(self) -> None:
+        pass
+
+    def wait(self, stream: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("reduced_as", [None, torch.float16, torch.float32], ids=str)
+def test_mixed_precision(reduced_as, views, gloo, monkeypatch):
+    """The mean that float32 gives, but for rounding, and of torch's class the very same.
+
+    But in its first step, and with views, where torch's class reads memory at random.
+    """
+    current = _NoStream()
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch, name, _NoStream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: current)
+    config = _MixedPrecision(param_dtype=torch.float16, reduce_dtype=reduced_as)
+    module = mlp(3, 4, 2, dtype=torch.float32)
+    options = {
+        "mixed_precision": config,
+        "gradient_as_bucket_view": views,
+        "bucket_cap_mb": SMALL_BUCKETS,
+    }
+    pair = [
+        on_gpu(module, **options),
+        TorchDDP(copy.deepcopy(module), process_group=gloo, **options),
+    ]
+    for step in range(4):
+        batch = torch.randn(2 * SIZE, 3)
+
+        def loss(model: nn.Module, rank: int, batch: Tensor = batch) -> Tensor:
+            return loss_of(model, share(batch, rank))
+
+        expected = mean_of_ranks(module, loss)
+        for model in pair:
+            model.zero_grad(set_to_none=step != 2)
+            loss(model, RANK).backward()
+        with together():
+            # float32 sums keep what float16 would round.
+            rounding = 1e-3 if reduced_as is not torch.float32 else 0
+            if step > 0 and not views:
+                assert_gradients_close(*map(gradients_of, pair), 2, rounding)
+            assert_gradients_close(gradients_of(pair[0]), expected, rounding=0.02)
+            assert {p.dtype for p in pair[0].parameters()} == {torch.float32}
+        assert_same_bits(gradients_of(pair[0]).items())
+    with together():
+        # The stream of backward has waited for that of the hook.
+        assert isinstance(current.waited, _NoStream)
+
+
+def test_mixed_precision_of_a_copy(monkeypatch):
+    """What is unpickled or copied has its reducer made anew."""
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch, name, _NoStream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", _NoStream)
+    config = _MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    wrapped = DDP(mlp(3, 4, dtype=torch.float32), mixed_precision=config)
+    wrapped._update_process_group(dist.group.WORLD)
+    loss_of(wrapped, torch.randn(2, 3) + RANK).backward()
+    assert_same_bits(gradients_of(wrapped).items())
+    with together():
+        assert wrapped.reducer.mixed_precision == (torch.float16, torch.float32)
+        assert {p.grad.dtype for p in wrapped.parameters()} == {torch.float32}
+
+
+def test_mixed_precision_needs_a_gpu():
+    before = register("cpu", None)
+    try:
+        with together(), pytest.raises(RuntimeError, match="mixed_precision needs a GPU"):
+            DDP(mlp(3, 4), mixed_precision=_MixedPrecision(torch.float16))
+    finally:
+        register("cpu", before)
+
+
+class _OnSecond(nn.Parameter):
+    """A parameter that says it is on another device than the rest; its gradient is not."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu", 0)
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["rebuilt", "from the start"])
+def test_several_devices(small, views, gpu, monkeypatch):
+    """Each has buckets and a queue of its own, and launches in one order."""
+    monkeypatch.setattr(
+        type(gpu), "index_of", lambda self, device: 0 if device.index is None else 1
+    )
+    gpu.set_devices(2)
+    module = mlp(3, 4, 4, 2)
+    for name in ("2.weight", "2.bias"):
+        layer, _, kind = name.rpartition(".")
+        setattr(module[int(layer)], kind, _OnSecond(module.get_parameter(name).detach()))
+    # torch assigns by where the tensors really are: no bucket may hold two.
+    wrapped = DDP(module, bucket_cap_mb=0, gradient_as_bucket_view=views)
+    if small:
+        wrapped.reducer._build_buckets([[index] for index in (5, 4, 3, 2, 1, 0)])
+    x = torch.randn(2 * SIZE, 3, dtype=torch.float64)
+
+    def loss(model: nn.Module, rank: int) -> Tensor:
+        return loss_of(model, share(x, rank))
+
+    for _ in range(STEPS):
+        expected = mean_of_ranks(module, loss)
+        wrapped.zero_grad()
+        loss(wrapped, RANK).backward()
+        with together():
+            assert_gradients_close(gradients_of(wrapped), expected)
+    with together():
+        assert len(wrapped.reducer.channels) == 2
+        queues = [bucket.channel.device.index for bucket in wrapped.reducer.buckets]
+        assert queues == [None, None, 0, 0, None, None]
+
+
 # Errors.
 
 
@@ -561,7 +692,8 @@ def test_a_copy_that_fails(gpu):
     """It is the rank's own error, and it names the call."""
     wrapped = on_gpu(mlp(3, 4, 2))
     loss = loss_of(wrapped, torch.randn(2, 3, dtype=torch.float64))
-    with together(), gpu.failing("MemcpyAsync"), pytest.raises(DeviceError, match="cudaMemcpyAsync"):
+    refused = pytest.raises(DeviceError, match="cudaMemcpyAsync")
+    with together(), gpu.failing("MemcpyAsync"), refused:
         loss.backward()
 
 
