@@ -233,6 +233,22 @@ cdef void sleep(Transport *transport, unsigned int ticket, double seconds) noexc
         sleep_for(min(seconds, COPY_CHECK))
 
 
+def _merged(ranges):
+    """Return pairs of first address and end so that those which touch are one."""
+    result = []
+    start, stop = None, None
+    for first, end in sorted(ranges):
+        if start is not None and first <= stop:
+            stop = max(stop, end)
+            continue
+        if start is not None:
+            result.append((start, stop))
+        start, stop = first, end
+    if start is not None:
+        result.append((start, stop))
+    return result
+
+
 # Not collected: copies may use this when whoever refers to it is garbage. It refers to nothing that
 # refers to it.
 @cython.no_gc
@@ -260,7 +276,6 @@ cdef class StagedBuckets:
         self.device = device
         self.registered = []
         self.events = []
-        self.count = len(sizes)
         gradients = [size - tail for size, tail in zip(sizes, tails, strict=True)]
         if any([size < 0 for size in gradients]):
             raise ValueError(f"tails of {tails} bytes are more than buckets of {sizes}")
@@ -269,10 +284,11 @@ cdef class StagedBuckets:
             max(-(-size // piece_bytes), 1) if size + tail else 0
             for size, tail in zip(gradients, tails)
         ]
-        self.buckets = <StagedBucket *>calloc(max(self.count, 1), sizeof(StagedBucket))
+        self.buckets = <StagedBucket *>calloc(max(len(sizes), 1), sizeof(StagedBucket))
         self.pieces = <Piece *>calloc(max(sum(counts), 1), sizeof(Piece))
         if self.buckets == NULL or self.pieces == NULL:
             raise MemoryError
+        self.count = len(sizes)
         for index in range(self.count):
             bucket = &self.buckets[index]
             bucket.pieces = &self.pieces[pieces_before]
@@ -281,8 +297,8 @@ cdef class StagedBuckets:
             pieces_before += bucket.count
             if bucket.count == 0:
                 continue
-            step = -(-bucket.device_bytes // bucket.count)
-            step = -(-step // ALIGNMENT) * ALIGNMENT
+            step = (bucket.device_bytes + bucket.count - 1) // bucket.count
+            step = (step + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
             for number in range(bucket.count):
                 piece = &bucket.pieces[number]
                 offset = min(number * step, bucket.device_bytes)
@@ -350,17 +366,10 @@ cdef class StagedBuckets:
             first = host.buffer.data_ptr() // mmap.PAGESIZE
             end = -(-(host.buffer.data_ptr() + host.buffer.numel()) // mmap.PAGESIZE)
             ranges.append((first * mmap.PAGESIZE, end * mmap.PAGESIZE))
-        ranges.sort()
-        merged = []
-        for first, end in ranges:
-            if merged and first <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-            else:
-                merged.append((first, end))
         code = enter_device(functions, self.device, &before)
         check_device(self.runtime, code, "SetDevice", self.device)
         try:
-            for first, end in merged:
+            for first, end in _merged(ranges):
                 self.runtime.host_register(first, end - first)
                 self.registered.append(first)
         finally:

@@ -129,17 +129,12 @@ static int is_registered(const void *memory, size_t size)
 /* Do one operation. The caller holds the lock, which is let go while time passes. */
 static void perform(Operation *operation)
 {
-    double delay = operation->seconds;
     switch (operation->what) {
     case COPY:
     case ADD:
-        if (operation->kind == TO_HOST)
-            delay += delay_to_host;
-        if (operation->kind == TO_DEVICE)
-            delay += delay_to_device;
         pthread_mutex_unlock(&lock);
-        if (delay > 0)
-            sleep_seconds(delay);
+        if (operation->seconds > 0)
+            sleep_seconds(operation->seconds);
         if (operation->what == COPY)
             memmove(operation->to, operation->from, operation->size);
         else
@@ -151,7 +146,7 @@ static void perform(Operation *operation)
     case SLEEP:
     case CALL:
         pthread_mutex_unlock(&lock);
-        sleep_seconds(delay);
+        sleep_seconds(operation->seconds);
         if (operation->what == CALL)
             operation->function(operation->argument);
         pthread_mutex_lock(&lock);
@@ -237,7 +232,9 @@ int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *str
         unpinned_copies += (kind == TO_HOST && !is_registered(to, size))
             || (kind == TO_DEVICE && !is_registered(from, size));
         code = enqueue_if_known(
-            stream, (Operation){.what = COPY, .kind = kind, .to = to, .from = from, .size = size});
+            stream, (Operation){
+                .what = COPY, .kind = kind, .to = to, .from = from, .size = size,
+                .seconds = kind == TO_HOST ? delay_to_host : kind == TO_DEVICE ? delay_to_device : 0});
     }
     pthread_mutex_unlock(&lock);
     return result(code);
