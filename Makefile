@@ -51,6 +51,7 @@ help:
 	@echo 'make train    train examples/train.py on $$NP ranks (ARGS="--epochs 1" for its options)'
 	@echo 'make test     run the tests (ARGS="-n 2 tests/test_launch.py" for a part of them)'
 	@echo 'make test-all run the slow tests as well (16 ranks and other long ones)'
+	@echo 'make test-gpu build, test and measure on a GPU with the torch of $$PYTHON (10 minutes)'
 	@echo 'make lint     check the code with ruff, mypy and cython-lint'
 	@echo 'make build    compile and install mpiddp into the environment'
 	@echo 'make bench    measure beside the alternatives (about 10 minutes, on a machine at rest)'
@@ -73,6 +74,11 @@ test: $(INSTALLED)
 .PHONY: test-all
 test-all: $(INSTALLED)
 	$(BIN)/python tests/launch.py --slow $(ARGS)
+
+# Not in the environments of the other targets, whose torch is for CPUs: see the script.
+.PHONY: test-gpu
+test-gpu:
+	benchmarks/gpu.sh $(PYTHON)
 
 # Results lie in build/, like all that is made; benchmarks/README.md says how some are kept.
 BENCH := $(BIN)/python benchmarks/run.py

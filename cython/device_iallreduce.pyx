@@ -32,7 +32,6 @@ from mpiddp.device_ring cimport (
     poll_ring,
 )
 from mpiddp.engine cimport (
-    ADVANCE_FAILED,
     ADVANCE_PENDING,
     ADVANCE_SOME,
     Advance,

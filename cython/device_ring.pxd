@@ -11,7 +11,7 @@ cdef struct RingChunk:
     Work *work              # NULL: the slot is free
     char *data
     size_t count            # elements
-    size_t step             # of 2 * (ranks - 1): first sums, then copies of sums
+    size_t step             # twice as many as there are other ranks: sums, then copies
     int adding              # what came in this step is being added
     MPI_Request requests[2] # receive and send of this step
     char *scratch           # on the device: what came and is added

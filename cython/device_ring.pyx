@@ -50,7 +50,6 @@ from mpiddp.device_runtime cimport (
 )
 from mpiddp.device_sums cimport Adder, add, axpy_name
 from mpiddp.engine cimport (
-    ADVANCE_FAILED,
     ADVANCE_PENDING,
     ADVANCE_SOME,
     Advance,

@@ -14,8 +14,6 @@ from mpiddp.device_runtime cimport (
     leave_device,
 )
 from mpiddp.kernels cimport (
-    ELEMENT_BFLOAT16,
-    ELEMENT_FLOAT16,
     ELEMENT_FLOAT32,
     ELEMENT_FLOAT64,
     ElementType,

@@ -13,8 +13,17 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["DEVICE", "RING", "Library", "ask_library", "describe_runtime", "identify", "known_of",
-    "mapped_libraries", "worth_trying"]
+__all__ = [
+    "DEVICE",
+    "RING",
+    "Library",
+    "ask_library",
+    "describe_runtime",
+    "identify",
+    "known_of",
+    "mapped_libraries",
+    "worth_trying",
+]
 
 # The ways that give device memory to MPI, in order of preference: MPI_Iallreduce, or point to
 # point messages with the sum on the GPU.
@@ -264,8 +273,8 @@ def worth_trying(
         return (), f"{library}: {'='.join(entry.unless)} switches device memory off"
     if library.vendor == "Cray MPICH":
         wanted = _GTL[prefix]
-        names = mapped_libraries(wanted) if mapped is None else mapped
-        if not any(os.path.basename(name).startswith(wanted) for name in names):
+        loaded = mapped_libraries(wanted) if mapped is None else mapped
+        if not any(os.path.basename(path).startswith(wanted) for path in loaded):
             return (), f"{library}: {entry.why}, but {wanted} is not loaded"
     if entry is _UNKNOWN and not any(answers.values()):
         return (), f"{entry.why} ({library}), and it does not say that it supports {runtime}"

@@ -146,9 +146,7 @@ def _agree(communicator: MPI.Comm, device: torch.device, asked: str) -> Choice:
     return Choice(STAGING, f"{why}, but {'; '.join(failures)}")
 
 
-def candidates(
-    device: torch.device, asked: str = AUTO
-) -> tuple[tuple[str, ...], str]:
+def candidates(device: torch.device, asked: str = AUTO) -> tuple[tuple[str, ...], str]:
     """Return what is worth a trial on this rank, and why that. Not collective.
 
     Args:

@@ -55,6 +55,7 @@ def average_and_check(way: str, communicator: MPI.Comm, device: torch.device) ->
     from mpiddp.device_runtime import runtime_of
     from mpiddp.device_transports import make_transport
     from mpiddp.engine import Engine
+    from mpiddp.memory import DeviceMemory
     from mpiddp.reduction import Reduction
 
     communicator.Set_errhandler(MPI.ERRORS_RETURN)
@@ -73,12 +74,15 @@ def average_and_check(way: str, communicator: MPI.Comm, device: torch.device) ->
         memories = channel.allocate(sizes, [dtype.itemsize] * len(sizes))
         reductions = []
         for memory in memories:
+            assert isinstance(memory, DeviceMemory)
             gradients = memory.buffer.view(dtype)
             gradients.copy_(_given(gradients.numel(), communicator.Get_rank(), device))
             memory.tail.view(dtype).fill_(1)
             reductions.append(Reduction(channel, memory, dtype, 1.0))
             reductions[-1].submit(stream)
-        for reduction, memory in zip(reductions, memories, strict=True):
+        for reduction in reductions:
+            memory = reduction.memory
+            assert isinstance(memory, DeviceMemory)
             if not reduction.wait(SECONDS / 2):
                 raise RuntimeError(f"a sum of {dtype} takes too long")
             gradients = memory.buffer.view(dtype)

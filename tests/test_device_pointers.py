@@ -186,21 +186,20 @@ def test_errors_of_the_gpu_come_out_of_the_wait(
 ) -> None:
     """On all ranks at once here, so that none waits for another."""
     channel = opened("ring")
-    if call == "SetDevice":
-        gpu.set_devices(2)
-        # Another device is the current one, and the ring's cannot be chosen.
-        gpu._c.cudaSetDevice(1)
     memory = allocate(channel, 100, torch.float32)
     reduction = Reduction(channel, memory, torch.float32, 1.0)
-    try:
-        with gpu.failing(call, 13), together(), pytest.raises(DeviceError) as caught:
-            reduction.submit()
+    if call == "SetDevice":
+        # Another device is the current one, and the ring's cannot be chosen.
+        gpu.set_devices(2)
+        gpu.use_device(1)
+    with gpu.failing(call, 13), together():
+        reduction.submit()
+        with pytest.raises(DeviceError) as caught:
             reduction.wait(20)
-    finally:
-        gpu._c.cudaSetDevice(0)
     assert caught.value.code == 13
     assert caught.value.call.endswith(call)
-    assert f"device {0}" in str(caught.value)
+    assert "device 0" in str(caught.value)
+    # And so is whoever comes next.
     with pytest.raises(DeviceError):
         Reduction(channel, memory, torch.float32, 1.0).submit()
 

@@ -1,4 +1,4 @@
-"""Trials of GPU memory in MPI: a job that dies, hangs, adds garbage or never starts harms nobody."""
+"""Trials of GPU memory in MPI: a job that dies, hangs, adds garbage or never starts."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import simulated_gpu
 import torch
 
 from mpiddp import device_trial
-from mpiddp.device_trial import RANKS, environment_of_a_job, find_launchers, trial
+from mpiddp.device_trial import RANKS, environment_of_a_job, trial
 
 CPU = torch.device("cpu")
 
@@ -51,9 +51,7 @@ def launcher(tmp_path: Path) -> str:
 
 @pytest.mark.once
 class TestSurvival:
-    def run(
-        self, folder: Path, launcher: str, source: str, seconds: float = 20
-    ) -> tuple[int, str]:
+    def run(self, folder: Path, launcher: str, source: str, seconds: float = 20) -> tuple[int, str]:
         return trial(
             "ring", CPU, seconds=seconds, program=script(folder, source), launchers=[launcher]
         )
@@ -94,7 +92,8 @@ class TestSurvival:
         assert not _runs(child)
 
     def test_error(self, tmp_path: Path, launcher: str) -> None:
-        source = f"STARTED\nprint({device_trial.FAILED!r} + 'RuntimeError: a sum is wrong')\nprint('and so on')\nsys.exit(3)"
+        said = f"{device_trial.FAILED}RuntimeError: a sum is wrong"
+        source = f"STARTED\nprint({said!r})\nprint('and so on')\nsys.exit(3)"
         ranks, problem = self.run(tmp_path, launcher, source)
         assert ranks == 0
         assert problem == "it ended with exit status 3: RuntimeError: a sum is wrong"
