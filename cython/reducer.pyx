@@ -16,14 +16,6 @@ In a backward nested in another one (reentrant checkpointing) the callback belon
 to the inner task and comes too early unless all parameters are ready; it then
 leaves the work to the callback that the next hook queues.
 
-Note [Unused parameters]
-~~~~~~~~~~~~~~~~~~~~~~~~
-A rank that has no gradient for a parameter contributes what `.grad` holds from
-earlier accumulation, or zeros, and still launches every bucket: no rank is left
-waiting, and all get the same mean. Without `find_unused_parameters` the missing
-gradient is reported all the same, by every rank together at the next forward
-(the flag behind the gradients tells them all, see bucket.pyx).
-
 Note [Skipped buckets]
 ~~~~~~~~~~~~~~~~~~~~~~
 With `skip_unused`, buckets that no rank used in the first reduction are never launched again: the
@@ -375,7 +367,9 @@ cdef class Reducer:
 
                 static_graph.learn(self)
             else:
-                self._contribute_for_missing()
+                from mpiddp import unused_parameters
+
+                unused_parameters.contribute(self)
         self.launch_full_buckets()
         self.backward_ended = now()
         self.incomplete = False
@@ -389,7 +383,9 @@ cdef class Reducer:
                 self._find_views(bucket)        # a hook that resizes the buffer moves it
             bucket.read_into_staging()
             if bucket.flag(INCOMPLETE):
-                self._write_where_used(bucket)
+                from mpiddp import unused_parameters
+
+                unused_parameters.write_means(self, bucket)
             elif self.gradient_as_bucket_view:
                 continue
             elif bucket.on_device:
@@ -416,26 +412,6 @@ cdef class Reducer:
                 if not bucket.flag(position):
                     self.unused_everywhere.add(index)
         return 0
-
-    def _contribute_for_missing(self):
-        """Fill in for the parameters whose hook did not run."""
-        cdef ParameterState *state
-        cdef Bucket bucket
-        cdef Py_ssize_t index
-        self.missing = []
-        for index in range(len(self.parameters)):
-            state = &self.states[index]
-            if state.left == 0:
-                continue
-            state.left = 0
-            self.missing.append(index)
-            if not self.has_rebuilt_buckets:
-                self.arrival_order.append(index)
-            parameter = self.parameters[index]
-            self.take(index, parameter, parameter.grad, False)
-            bucket = <Bucket>self.buckets[state.bucket]
-            if not bucket.sparse:
-                bucket.set_flag(MISSED, True)
 
     cdef int contribute_old(self, Py_ssize_t index, object parameter, object gradient) except -1:
         """Add what earlier backwards left, or zeros; say whether it counts as a gradient."""
@@ -470,21 +446,6 @@ cdef class Reducer:
         copy_from_place(
             &state.place, bucket, state.position, state.gradient, self.gradients[index])
         return 0
-
-    def _write_where_used(self, Bucket bucket):
-        """Write the means of a bucket for which some rank missed a gradient."""
-        for position, index in enumerate(bucket.parameter_indices):
-            parameter = self.parameters[index]
-            view = bucket.views[position]
-            if not bucket.flag(position):
-                if index in self.set_aside:
-                    view.copy_(self.set_aside[index])
-            elif self.gradients[index] is not None or self.states[index].held != NULL:
-                self.copy_out(index)
-            elif parameter.grad is None:
-                if not self.gradient_as_bucket_view:
-                    view = view.to(bucket.dtype, copy=True)
-                parameter.grad = view
 
     cdef _after_reduction(self):
         cdef Py_ssize_t index
