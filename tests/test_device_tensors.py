@@ -98,15 +98,14 @@ class TestOrder:
     def test_result_comes_behind_what_the_stream_had_to_do(self) -> None:
         """A tensor that is received into may still be written by kernels before the call."""
         tensor, stale = torch.zeros(3), torch.full((3,), 7.0)
+        sending = dist.isend(torch.full((3,), float(rank())), (rank() + 1) % size())
         with on_gpu() as simulated, current_stream(simulated) as stream:
             simulated.copy(stream.address, tensor, stale, 0.1)
             receiving = dist.irecv(tensor, (rank() - 1) % size())
-            sending = group().send([torch.full((3,), float(rank()))], (rank() + 1) % size())
-            del sending  # it waits for the stream as well
-            time.sleep(0.02)
             receiving.wait()
+            assert simulated.busy  # the message has overtaken the kernel
             found = consume(simulated, stream, [tensor])
-            stream.synchronize()
+        sending.wait()
         assert found[0].tolist() == [(rank() - 1) % size()] * 3
 
     def test_asynchronous_call_does_not_wait_for_the_way_back(self) -> None:
