@@ -1,8 +1,10 @@
-cdef enum:
-    # The same numbers in CUDA and HIP.
+# The same numbers in CUDA and HIP.
+cpdef enum:
     COPY_TO_DEVICE = 1
     COPY_TO_HOST = 2
     COPY_ON_DEVICE = 3
+
+cdef enum:
     DEVICE_READY = 0
     DEVICE_NOT_READY = 600
 

@@ -45,11 +45,6 @@ cdef enum:
     HOST_REGISTER_PORTABLE = 1
 
 
-# For callers in Python; the .pxd has them for C.
-globals().update(
-    COPY_TO_DEVICE=COPY_TO_DEVICE, COPY_TO_HOST=COPY_TO_HOST, COPY_ON_DEVICE=COPY_ON_DEVICE
-)
-
 # torch's library for devices of type "cuda", which stands for ROCm as well.
 _LIBRARIES = {"cuda": "libc10_cuda.so", "hip": "libc10_hip.so"}
 

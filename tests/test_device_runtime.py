@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ from mpiddp.device_runtime import (
     register,
     runtime_of,
 )
+
+pytestmark = pytest.mark.once
 
 CPU = torch.device("cpu")
 REAL = Path("/usr/local/cuda/lib64/libcudart.so")
@@ -117,6 +120,23 @@ class TestStreams:
         with pytest.raises(DeviceError, match="cudaErrorInvalidResourceHandle"):
             other.record(stream.address)
 
+    def test_what_is_held_up_goes_on_when_it_is_released(self, gpu: SimulatedRuntime) -> None:
+        stream = Stream(gpu, 0)
+        host, device = torch.ones(10), torch.zeros(20)
+        gpu.hold_copies(to_device=True)
+        for half in device[:10], device[10:]:
+            gpu.copy_async(half.data_ptr(), host.data_ptr(), 40, COPY_TO_DEVICE, stream.address)
+        gpu.release(1)
+        event = Event(gpu, 0)
+        while not device[9]:
+            time.sleep(0.001)
+        assert not device[10:].any()
+        gpu.hold_copies()
+        gpu.release()
+        event.record(stream.address)
+        event.synchronize()
+        assert device.sum() == 20
+
     def test_work_outlives_its_stream_and_event(self, gpu: SimulatedRuntime) -> None:
         source, to = torch.ones(10), torch.zeros(10)
         stream, event = Stream(gpu, 0), Event(gpu, 0)
@@ -175,7 +195,6 @@ class TestErrors:
             kind(gpu, 5)
 
 
-@pytest.mark.once
 def test_a_forked_child_leaves_the_device_alone(gpu: SimulatedRuntime) -> None:
     stream, event = Stream(gpu, 0), Event(gpu, 0)
     with warnings.catch_warnings():
@@ -189,7 +208,6 @@ def test_a_forked_child_leaves_the_device_alone(gpu: SimulatedRuntime) -> None:
     del stream, event
 
 
-@pytest.mark.once
 @pytest.mark.skipif(not REAL.exists(), reason=f"there is no {REAL}")
 def test_cudas_own_library() -> None:
     """It has all of the functions; without a driver, it says so."""

@@ -94,6 +94,8 @@ class SimulatedRuntime(Runtime):
         self._c.simulatedSetDelays.argtypes = [seconds, seconds]
         self._c.simulatedFail.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_long]
         self._c.simulatedSleep.argtypes = [pointer, seconds]
+        self._c.simulatedHold.argtypes = [pointer]
+        self._c.simulatedRelease.argtypes = [ctypes.c_long]
         for kernel in (self._c.simulatedCopy, self._c.simulatedAdd):
             kernel.argtypes = [pointer, seconds, pointer, pointer, ctypes.c_size_t]
 
@@ -152,6 +154,18 @@ class SimulatedRuntime(Runtime):
         finally:
             self._c.simulatedFail(call.encode(), 0, 0)
 
+    def hold_copies(self, to_host: bool = False, to_device: bool = False) -> None:
+        """Hold up copies that are issued from now on, each until it is released."""
+        self._c.simulatedHoldCopies(to_host, to_device)
+
+    def hold(self, stream: int) -> None:
+        """Run a kernel that ends when it is released."""
+        assert self._c.simulatedHold(stream) == 0
+
+    def release(self, number: int = -1) -> None:
+        """Let the oldest `number` of what is held up go on; without a number, all."""
+        self._c.simulatedRelease(number)
+
     def sleep(self, stream: int, seconds: float) -> None:
         """Run a kernel that does nothing for some time."""
         assert self._c.simulatedSleep(stream, seconds) == 0
@@ -198,6 +212,8 @@ def on_cpu_tensors() -> Iterator[SimulatedRuntime]:
         yield simulated
     finally:
         register("cpu", before)
+        simulated.hold_copies()
+        simulated.release()
         simulated.set_delays()
         simulated.use_device(0)
         simulated.set_devices(1)

@@ -44,6 +44,7 @@ typedef struct Event {
 
 typedef struct Operation {
     int what;
+    long gate;              /* goes on when so many were released, 0: at once */
     int kind;
     void *to;
     const void *from;
@@ -70,6 +71,8 @@ static struct { char *start; size_t size; } registrations[MAX_REGISTRATIONS];
 static struct { char call[32]; int code; long after; } failures[MAX_FAILURES];
 static int devices = 1;
 static double delay_to_host, delay_to_device;
+static int hold_to_host, hold_to_device;
+static long held, released;
 static uint64_t contexts;       /* devices that some call has made a context on, a bit each */
 static long live_streams, live_events, live_registrations, live_allocations;
 static long copies_to_host, copies_to_device, unpinned_copies, landed_on_host, queries;
@@ -127,6 +130,8 @@ static int is_registered(const void *memory, size_t size)
 /* Do one operation. The caller holds the lock, which is let go while time passes. */
 static void perform(Operation *operation)
 {
+    while (released < operation->gate)
+        pthread_cond_wait(&changed, &lock);
     switch (operation->what) {
     case COPY:
     case ADD:
@@ -222,6 +227,7 @@ int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *str
     if (!code && (kind < TO_DEVICE || kind > ON_DEVICE || (size && (!to || !from))))
         code = INVALID_VALUE;
     if (!code) {
+        int held_back = kind == TO_HOST ? hold_to_host : kind == TO_DEVICE && hold_to_device;
         copies_to_host += kind == TO_HOST;
         copies_to_device += kind == TO_DEVICE;
         unpinned_copies += (kind == TO_HOST && !is_registered(to, size))
@@ -229,6 +235,7 @@ int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *str
         code = enqueue_if_known(
             stream, (Operation){
                 .what = COPY, .kind = kind, .to = to, .from = from, .size = size,
+                .gate = held_back ? ++held : 0,
                 .seconds = kind == TO_HOST ? delay_to_host : kind == TO_DEVICE ? delay_to_device : 0});
     }
     pthread_mutex_unlock(&lock);
@@ -545,6 +552,24 @@ void simulatedSetDelays(double to_host, double to_device)
     pthread_mutex_unlock(&lock);
 }
 
+/* Whether copies from now on are held up, each until simulatedRelease lets it go. */
+void simulatedHoldCopies(int to_host, int to_device)
+{
+    pthread_mutex_lock(&lock);
+    hold_to_host = to_host;
+    hold_to_device = to_device;
+    pthread_mutex_unlock(&lock);
+}
+
+/* Let the oldest `number` of what is held up go on, all of it if that is negative. */
+void simulatedRelease(long number)
+{
+    pthread_mutex_lock(&lock);
+    released = number < 0 || released + number > held ? held : released + number;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&lock);
+}
+
 /* Let the call with this name return `code` after it has succeeded `after` times; code 0: stop. */
 void simulatedFail(const char *call, int code, long after)
 {
@@ -568,6 +593,16 @@ int simulatedSleep(void *stream, double seconds)
     int code;
     pthread_mutex_lock(&lock);
     code = enqueue_if_known(stream, (Operation){.what = SLEEP, .seconds = seconds});
+    pthread_mutex_unlock(&lock);
+    return code;
+}
+
+/* A kernel that goes on when it is released. */
+int simulatedHold(void *stream)
+{
+    int code;
+    pthread_mutex_lock(&lock);
+    code = enqueue_if_known(stream, (Operation){.what = SLEEP, .gate = ++held});
     pthread_mutex_unlock(&lock);
     return code;
 }
