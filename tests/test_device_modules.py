@@ -7,6 +7,7 @@ this way as well.
 
 import contextlib
 import copy
+import time
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -360,18 +361,25 @@ def test_world_of_one(views):
 # Memory.
 
 
+def _watch_gradients(module: nn.Module) -> list[weakref.ref[Tensor]]:
+    """Return a list that gets a reference to each gradient, before a wrapper sees it."""
+    seen: list[weakref.ref[Tensor]] = []
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(weakref.ref(p.grad)))
+    return seen
+
+
 def test_views_are_in_the_bucket_and_gradients_gone():
     """With views a step holds no other gradients than the buckets."""
-    wrapped = on_gpu(mlp(30, 40, 20), gradient_as_bucket_view=True)
-    seen = []
-    for parameter in wrapped.parameters():
-        parameter.register_hook(lambda gradient: seen.append(weakref.ref(gradient)))
+    module = mlp(30, 40, 20)
+    seen = _watch_gradients(module)
+    wrapped = DDP(module, gradient_as_bucket_view=True)
     for _ in range(STEPS):
         wrapped.zero_grad()
         loss_of(wrapped, torch.randn(2, 30, dtype=torch.float64)).backward()
     with together():
         assert len(seen) == 4 * STEPS
-        assert not any(reference() for reference in seen)
+        assert not any(reference() is not None for reference in seen)
         (bucket,) = wrapped.reducer.buckets
         memory = bucket.memory.buffer.untyped_storage().data_ptr()
         for parameter in wrapped.parameters():
@@ -381,10 +389,8 @@ def test_views_are_in_the_bucket_and_gradients_gone():
 def test_large_gradients_go_before_the_bucket_is_full():
     """Gradients that become views are not gathered without end."""
     module = GivenGradients(**{name: torch.zeros(1 << 20) for name in "abcd"})  # of 4 MiB each
-    wrapped = on_gpu(module, gradient_as_bucket_view=True, bucket_cap_mb=100)
-    alive = []
-    for parameter in module.parameters():
-        parameter.register_hook(lambda gradient: alive.append(weakref.ref(gradient)))
+    alive = _watch_gradients(module)
+    wrapped = DDP(module, gradient_as_bucket_view=True, bucket_cap_mb=100)
     most = 0
 
     def count(parameter: Tensor) -> None:
@@ -487,7 +493,7 @@ def test_memory_goes_back_to_its_stream_after_the_copy(gpu):
     module.a.register_post_accumulate_grad_hook(
         lambda _: stack.enter_context(gpu.use_stream(made[1]))
     )
-    module.b.register_post_accumulate_grad_hook(lambda _: gpu.sleep(made[0].address, 0.1))
+    module.b.register_post_accumulate_grad_hook(lambda _: gpu.hold(made[0].address))
     wrapped = DDP(module, gradient_as_bucket_view=True)
     module.a.register_post_accumulate_grad_hook(lambda _: stack.close())
     passed = []
@@ -495,7 +501,9 @@ def test_memory_goes_back_to_its_stream_after_the_copy(gpu):
     def look(_: Tensor) -> None:
         event = Event(gpu, 0)
         event.record(made[1].address)
+        time.sleep(0.05)  # if it does not wait, it is there by then
         passed.append(event.query())
+        gpu.release()
 
     module.b.register_post_accumulate_grad_hook(look)
     with gpu.use_stream(made[0]):
@@ -513,16 +521,18 @@ def test_the_stream_of_backward_waits_for_the_means(gpu, streams):
     x = torch.randn(2 * SIZE, 3, dtype=torch.float64)
     expected = mean_of_ranks(module, lambda model, rank: loss_of(model, share(x, rank)))
     loss = loss_of(wrapped, share(x))
-    gpu.set_delays(to_device=0.2)
+    read = {name: torch.empty_like(p) for name, p in module.named_parameters()}
+    gpu.hold_copies(to_device=True)
     loss.backward()
-    event = Event(gpu, 0)
-    event.record(streams[0].address)
-    too_early = event.query()
-    read = {}
     for name, parameter in module.named_parameters():
-        read[name] = torch.empty_like(parameter.grad)
         # What a kernel of the caller's stream sees.
         gpu.copy(streams[0].address, read[name], parameter.grad)
+    event = Event(gpu, 0)
+    event.record(streams[0].address)
+    time.sleep(0.05)
+    too_early = event.query()
+    gpu.hold_copies()
+    gpu.release()
     streams[0].synchronize()
     with together():
         assert not too_early
