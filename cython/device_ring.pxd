@@ -13,7 +13,7 @@ cdef struct RingChunk:
     size_t count            # elements
     size_t step             # twice as many as there are other ranks: sums, then copies
     int adding              # what came in this step is being added
-    MPI_Request requests[2] # receive and send of this step
+    MPI_Request requests[2]  # receive and send of this step
     char *scratch           # on the device: what came and is added
     void *added             # event
 

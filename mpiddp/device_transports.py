@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -136,6 +137,7 @@ def _agree(communicator: MPI.Comm, device: torch.device, asked: str) -> Choice:
     failures = []
     for way in shared:
         outcome = _try_once(way, device) if leads else None
+        wait_politely(communicator)
         outcomes = [one for one in communicator.allgather(outcome) if one is not None]
         problems = [problem for _, problem in outcomes if problem]
         if not problems:
@@ -144,6 +146,13 @@ def _agree(communicator: MPI.Comm, device: torch.device, asked: str) -> Choice:
             return Choice(way, f"{why}; {tried}")
         failures.append(f"the trial of {way!r} failed: {problems[0]}")
     return Choice(STAGING, f"{why}, but {'; '.join(failures)}")
+
+
+def wait_politely(communicator: MPI.Comm) -> None:
+    """Wait for all ranks with naps: a trial on this node needs the cores. Collective."""
+    request = communicator.Ibarrier()
+    while not request.Test():
+        time.sleep(0.01)
 
 
 def candidates(device: torch.device, asked: str = AUTO) -> tuple[tuple[str, ...], str]:

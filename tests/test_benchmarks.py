@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import mpirun
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 # Beside torch's class over Gloo: figures of a busy machine may be off by less.
@@ -176,3 +178,25 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
     (file,) = importlib.import_module("plot").draw(results, tmp_path)
     assert file.name == "exposed-2-ranks.svg"
     assert "<svg" in file.read_text(encoding="utf-8")
+
+
+def test_gpu_rates_on_a_simulated_gpu(tmp_path: Path) -> None:
+    """All ways to average a bucket run and report; the figures mean nothing."""
+    arguments = ["--simulated", "--seconds", 1, "--sizes", 0.1, "--models"]
+    printed, written = measure("gpu.py", 2, tmp_path / "results.json", *arguments)
+    (record,) = written["rates"]
+    assert record["bytes"] == 100_000
+    ways = {"pinned copies", "host reduction", "staging", "device", "ring"}
+    assert set(record["seconds"]) == ways
+    assert all(len(samples) >= 5 for samples in record["seconds"].values())
+    assert "--simulated" in written["command"]
+    assert "of the slower of the first two" in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make test-gpu runs it")
+def test_gpu_script_says_that_there_is_no_gpu() -> None:
+    script = [str(BENCHMARKS / "gpu.sh"), sys.executable]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "gpu.sh: there is no GPU: torch " in done.stderr
+    assert not done.stdout
