@@ -50,6 +50,7 @@ class Queue:
 def gpu() -> Iterator[SimulatedRuntime]:
     """Let CPU tensors be on a device, and find everything given back afterwards."""
     with simulated_gpu.on_cpu_tensors() as runtime:
+        runtime.overlook()
         unpinned = runtime.counts.unpinned_copies
         yield runtime
         # Means that nobody has waited for may still be on their way.
