@@ -379,6 +379,9 @@ cdef class StagedBuckets:
         """Whether the engine or a copy still uses any of it."""
         cdef StagedBucket *bucket
         cdef size_t index
+        # A forked child has copies of these objects, but nothing on the device.
+        if self.runtime.process_id != getpid():
+            return False
         for index in range(self.count):
             bucket = &self.buckets[index]
             if bucket.busy:
@@ -392,7 +395,6 @@ cdef class StagedBuckets:
     cdef void release(self):
         """Unpin the host's memory and destroy the events, unless they are in use."""
         cdef size_t index
-        # A forked child has copies of these objects, but nothing on the device.
         if self.runtime is None or self.runtime.process_id != getpid():
             return
         for index in range(self.count):

@@ -1,7 +1,9 @@
 """The transport of buckets on a device, on a simulated GPU: its waits, its order, its errors."""
 
 import gc
+import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -470,6 +472,20 @@ class TestMemory:
         check(memory)
         communicator.Free()
         engine.stop()
+
+    def test_is_left_alone_by_a_forked_child(
+        self, gpu: SimulatedRuntime, open_queue: OpenQueue
+    ) -> None:
+        queue = open_queue()
+        [memory] = queue.allocate([3 * PIECE])
+        alive, queries = gpu.counts.alive, gpu.counts.queries
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            del memory
+            os._exit((gpu.counts.alive, gpu.counts.queries) != (alive, queries))
+        assert os.waitpid(child, 0)[1] == 0
 
     def test_wrong_sizes(self, open_queue: OpenQueue, gpu: SimulatedRuntime) -> None:
         queue = open_queue()

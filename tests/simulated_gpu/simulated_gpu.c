@@ -75,12 +75,29 @@ static int devices = 1;
 static double delay_to_host, delay_to_device;
 static int hold_to_host, hold_to_device;
 static long held, released;
+static int ending;               /* streams that were destroyed and have not come to their end */
 static uint64_t contexts;       /* devices that some call has made a context on, a bit each */
 static long live_streams, live_events, live_registrations, live_allocations;
 static long copies_to_host, copies_to_device, unpinned_copies, landed_on_host, queries;
 
 static __thread int current_device;
 static __thread int last_error;
+
+static void take_lock(void)
+{
+    pthread_mutex_lock(&lock);
+}
+
+static void let_lock_go(void)
+{
+    pthread_mutex_unlock(&lock);
+}
+
+/* A forked child must not find the lock taken by a thread that it does not have. */
+__attribute__((constructor)) static void mind_forks(void)
+{
+    pthread_atfork(take_lock, let_lock_go, let_lock_go);
+}
 
 static void sleep_seconds(double seconds)
 {
@@ -191,6 +208,7 @@ static void *run(void *argument)
             stream->tail = NULL;
         free(operation);
     }
+    ending--;
     pthread_mutex_unlock(&lock);
     free(stream);
     return NULL;
@@ -382,6 +400,7 @@ int cudaStreamDestroy(void *handle)
         for (link = &streams; *link != stream; link = &(*link)->next) {}
         *link = stream->next;
         live_streams--;
+        ending++;
         pthread_detach(stream->thread);
         enqueue(stream, (Operation){.what = END});
     }
@@ -655,8 +674,9 @@ int simulatedInjected(const char *call)
 /* Whether some stream still has something to do. */
 int simulatedBusy(void)
 {
-    int busy = 0;
+    int busy;
     pthread_mutex_lock(&lock);
+    busy = ending;
     for (Stream *s = streams; s; s = s->next)
         busy |= s->busy;
     pthread_mutex_unlock(&lock);
