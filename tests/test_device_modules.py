@@ -571,6 +571,8 @@ def test_what_is_done_with_the_means_waits_for_them(how, gpu, streams):
 class _NoStream:
     """Stands for torch's streams and events, which a torch without GPUs cannot make."""
 
+    waits = 0
+
     def __enter__(self) -> "_NoStream":
         return self
 
@@ -578,7 +580,7 @@ class _NoStream:
         pass
 
     def wait_stream(self, other: object) -> None:
-        self.waited = other
+        self.waits += 1
 
     def record(self) -> None:
         pass
@@ -627,8 +629,9 @@ def test_mixed_precision(reduced_as, views, gloo, monkeypatch):
             assert {p.dtype for p in pair[0].parameters()} == {torch.float32}
         assert_same_bits(gradients_of(pair[0]).items())
     with together():
-        # The stream of backward has waited for that of the hook.
-        assert isinstance(current.waited, _NoStream)
+        # The stream of backward has waited for that of the hook before each bucket was read, and
+        # once a step at torch's own call, which comes too late for that.
+        assert current.waits > 2 * 4
 
 
 def test_mixed_precision_of_a_copy(monkeypatch):
