@@ -77,7 +77,7 @@ class Engine:
             for _ in range(times):
                 self.reducer.prepare_for_forward()
                 self.reducer.prepare_for_backward([])
-                self.reducer._autograd_hook(0)
+                self.reducer.run_hook(0)
                 self.reducer.end_of_backward()
 
         apply: Any = Within.apply  # torch has no types for it

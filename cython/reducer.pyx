@@ -563,6 +563,10 @@ cdef class Reducer:
         self.hooks = []
         self.handles = []
 
+    def run_hook(self, Py_ssize_t index):
+        """Do what the hook of a parameter does, for what measures it. Not collective."""
+        self.parameter_ready(index, self.parameters[index])
+
     cpdef int set_divisor(self, double divisor) except -1:
         """Divide the sums over ranks by `divisor` from now on. Not collective."""
         cdef Bucket bucket

@@ -82,6 +82,22 @@ class TestStreams:
         second.synchronize()
         assert to.sum() == 10
 
+    def test_a_stream_waits_for_the_record_that_was_the_last_one(
+        self, gpu: SimulatedRuntime
+    ) -> None:
+        """An event that is recorded anew, on a stream that is sooner there, lets nobody go on."""
+        slow, quick, waiting = (Stream(gpu, 0) for _ in range(3))
+        source, to, seen = torch.ones(10), torch.zeros(10), torch.zeros(10)
+        mark = Event(gpu, 0)
+        gpu.copy(slow.address, to, source, seconds=0.05)
+        mark.record(slow.address)
+        gpu.stream_wait_event(waiting.address, mark)
+        mark.record(quick.address)
+        gpu.copy(waiting.address, seen, to)
+        mark.synchronize()
+        waiting.synchronize()
+        assert seen.sum() == 10
+
     def test_the_default_stream_is_the_caller(self, gpu: SimulatedRuntime) -> None:
         stream, event = Stream(gpu, 0), Event(gpu, 0)
         source, to = torch.ones(10), torch.zeros(10)

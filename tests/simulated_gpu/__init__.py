@@ -129,8 +129,9 @@ class SimulatedRuntime(Runtime):
 
     def overlook(self) -> None:
         """Leave what other tests keep alive now, the world's queues say, out of all counts."""
-        gc.collect()
-        self._c.simulatedCounts(ctypes.byref(self._before))
+        if any(self.counts.alive):
+            gc.collect()
+            self._c.simulatedCounts(ctypes.byref(self._before))
 
     @property
     def busy(self) -> bool:

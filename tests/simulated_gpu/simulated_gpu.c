@@ -35,11 +35,15 @@ enum { COPY, RECORD, WAIT, SLEEP, ADD, CALL, END };
 #define MAX_REGISTRATIONS 4096
 #define MAX_FAILURES 8
 
+/* One record of an event on a stream: who waits for it is not concerned by later ones. */
+typedef struct Mark {
+    int users;              /* the event, if it is its last one, and operations on streams */
+    int passed;
+} Mark;
+
 typedef struct Event {
     int device;
-    int users;              /* the handle itself and operations on streams */
-    uint64_t recorded;      /* how often */
-    uint64_t passed;        /* the last record that a stream has come to */
+    Mark *last;             /* NULL: never recorded */
 } Event;
 
 typedef struct Operation {
@@ -50,8 +54,7 @@ typedef struct Operation {
     const void *from;
     size_t size;
     double seconds;
-    Event *event;
-    uint64_t number;
+    Mark *mark;
     void (*function)(void *);
     void *argument;
     struct Operation *next;
@@ -122,10 +125,15 @@ static int result(int code)
     return code;
 }
 
-static void drop(Event *event)
+static void drop(Mark *mark)
 {
-    if (--event->users == 0)
-        free(event);
+    if (mark && --mark->users == 0)
+        free(mark);
+}
+
+static int under_way(const Event *event)
+{
+    return event->last && !event->last->passed;
 }
 
 static int known(Stream *stream)
@@ -174,15 +182,14 @@ static void perform(Operation *operation)
         pthread_mutex_lock(&lock);
         break;
     case RECORD:
-        if (operation->event->passed < operation->number)
-            operation->event->passed = operation->number;
-        drop(operation->event);
+        operation->mark->passed = 1;
+        drop(operation->mark);
         pthread_cond_broadcast(&changed);
         break;
     case WAIT:
-        while (operation->event->passed < operation->number)
+        while (operation->mark && !operation->mark->passed)
             pthread_cond_wait(&changed, &lock);
-        drop(operation->event);
+        drop(operation->mark);
         break;
     }
 }
@@ -275,7 +282,6 @@ int cudaEventCreateWithFlags(void **event, unsigned flags)
         code = INVALID_VALUE;   /* an event that takes the time is slower: a mistake here */
     if (!code) {
         made->device = current_device;
-        made->users = 1;
         live_events++;
         *event = made;
     } else {
@@ -288,16 +294,21 @@ int cudaEventCreateWithFlags(void **event, unsigned flags)
 int cudaEventRecord(void *handle, void *stream)
 {
     Event *event = handle;
+    Mark *mark;
     int code;
     pthread_mutex_lock(&lock);
     code = injected("EventRecord");
     if (!code && (!event || (stream && !known(stream))
                   || (stream && ((Stream *)stream)->device != event->device)))
         code = INVALID_HANDLE;
+    mark = code ? NULL : calloc(1, sizeof *mark);
+    if (!code && !mark)
+        code = OUT_OF_MEMORY;
     if (!code) {
-        event->users++;
-        code = enqueue(
-            stream, (Operation){.what = RECORD, .event = event, .number = ++event->recorded});
+        mark->users = 2;
+        drop(event->last);
+        event->last = mark;
+        code = enqueue(stream, (Operation){.what = RECORD, .mark = mark});
     }
     pthread_mutex_unlock(&lock);
     return result(code);
@@ -312,7 +323,7 @@ int cudaEventQuery(void *handle)
     code = injected("EventQuery");
     if (!code && !event)
         code = INVALID_HANDLE;
-    if (!code && event->passed < event->recorded)
+    if (!code && under_way(event))
         code = NOT_READY;
     pthread_mutex_unlock(&lock);
     return result(code);
@@ -321,13 +332,19 @@ int cudaEventQuery(void *handle)
 int cudaEventSynchronize(void *handle)
 {
     Event *event = handle;
+    Mark *mark = NULL;
     int code;
     pthread_mutex_lock(&lock);
     code = injected("EventSynchronize");
     if (!code && !event)
         code = INVALID_HANDLE;
-    while (!code && event->passed < event->recorded)
+    if (!code && event->last) {
+        mark = event->last;
+        mark->users++;
+    }
+    while (mark && !mark->passed)
         pthread_cond_wait(&changed, &lock);
+    drop(mark);
     pthread_mutex_unlock(&lock);
     return result(code);
 }
@@ -341,7 +358,8 @@ int cudaEventDestroy(void *handle)
         code = INVALID_HANDLE;
     if (!code) {
         live_events--;
-        drop(handle);
+        drop(((Event *)handle)->last);
+        free(handle);
     }
     pthread_mutex_unlock(&lock);
     return result(code);
@@ -418,9 +436,9 @@ int cudaStreamWaitEvent(void *stream, void *handle, unsigned flags)
     if (!code && (!event || (stream && !known(stream))))
         code = INVALID_HANDLE;
     if (!code) {
-        event->users++;
-        code = enqueue(
-            stream, (Operation){.what = WAIT, .event = event, .number = event->recorded});
+        if (event->last)
+            event->last->users++;
+        code = enqueue(stream, (Operation){.what = WAIT, .mark = event->last});
     }
     pthread_mutex_unlock(&lock);
     return result(code);
