@@ -1,3 +1,8 @@
-from mpiddp.bucket import Bucket
+import torch
 
-class DeviceBucket(Bucket): ...
+from mpiddp.bucket import Bucket
+from mpiddp.device_runtime import Runtime
+
+class DeviceBucket(Bucket):
+    device: torch.device
+    runtime: Runtime
