@@ -44,6 +44,7 @@ from mpiddp.device_runtime import DeviceError, Event, Stream, register
 pytestmark = [
     pytest.mark.mpi(min_size=2),
     pytest.mark.once,
+    pytest.mark.simulated_gpu,
     pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides"),
 ]
 

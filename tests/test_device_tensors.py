@@ -26,6 +26,7 @@ from mpiddp.device_runtime import DeviceError, Stream
 pytestmark = [
     pytest.mark.mpi(min_size=2),
     pytest.mark.once,
+    pytest.mark.simulated_gpu,
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
 ]

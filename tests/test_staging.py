@@ -22,7 +22,7 @@ from mpiddp.memory import DeviceMemory
 from mpiddp.reduction import Reduction
 from mpiddp.staging import StagingTransport
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.simulated_gpu]
 several = pytest.mark.mpi(min_size=2)
 
 CPU = torch.device("cpu")
