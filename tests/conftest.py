@@ -4,6 +4,7 @@ Only tests marked `mpi` initialise MPI here; the others must not, they may start
 """
 
 import os
+import re
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -30,7 +31,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out the slow tests, and those for a GPU, unless they were asked for."""
     left_out = set() if config.getoption("slow") else {"slow"}
     # Not by a `-m` of pyproject.toml: one that is given replaces it.
-    if "gpu" not in config.getoption("markexpr"):
+    if not re.search(r"\bgpu\b", config.getoption("markexpr")):
         left_out.add("gpu")
     unwanted = [item for item in items if any(map(item.get_closest_marker, left_out))]
     if unwanted:
