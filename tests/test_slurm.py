@@ -172,6 +172,7 @@ def bring_up(slurm: Slurm) -> None:
         raise
 
 
+@pytest.mark.slow  # a minute, most of it SLURM's own waiting
 @pytest.mark.once
 def test_a_job_is_requeued_and_a_second_one_resumes(slurm: Slurm) -> None:
     first = slurm.submit()
