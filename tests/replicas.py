@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, settings
 from torch import Tensor, nn
 
@@ -237,3 +238,12 @@ def train_and_compare(
                 if parameter.grad is not None:
                     parameter.add_(parameter.grad, alpha=-0.01)
     return wrapped
+
+
+def mean_by_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average as a hook in Python, in a tensor of its own."""
+    total = bucket.buffer() / SIZE
+    dist.all_reduce(total)
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(total)
+    return future
