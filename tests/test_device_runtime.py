@@ -153,6 +153,16 @@ class TestStreams:
         event.synchronize()
         assert device.sum() == 20
 
+    def test_idle_streams_sleep(self, gpu: SimulatedRuntime) -> None:
+        streams = [Stream(gpu, 0) for _ in range(3)]
+        source, to = torch.ones(10), torch.zeros(10)
+        for stream in streams:
+            gpu.copy(stream.address, to, source)
+            stream.synchronize()
+        before = time.process_time()
+        time.sleep(0.2)
+        assert time.process_time() - before < 0.05
+
     def test_work_outlives_its_stream_and_event(self, gpu: SimulatedRuntime) -> None:
         source, to = torch.ones(10), torch.zeros(10)
         stream, event = Stream(gpu, 0), Event(gpu, 0)

@@ -201,11 +201,12 @@ static void *run(void *argument)
     int ended = 0;
     pthread_mutex_lock(&lock);
     while (!ended) {
-        while (!stream->head) {
+        if (!stream->head) {
             stream->busy = 0;
-            pthread_cond_broadcast(&changed);
-            pthread_cond_wait(&changed, &lock);
+            pthread_cond_broadcast(&changed); /* once: idle streams would wake each other */
         }
+        while (!stream->head)
+            pthread_cond_wait(&changed, &lock);
         stream->busy = 1;
         operation = stream->head;
         perform(operation);
