@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,10 +17,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch._C._distributed_c10d import Store
 
 from mpiddp.abort import abort_job
 from mpiddp.completion import Completion
+from mpiddp.lazy_store import LazyStore
 from mpiddp.library_check import check_loaded_library
 from mpiddp.transport import PROGRESS_THREAD_VARIABLE
 
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
 
 BACKEND = "mpiddp"
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-
-# Seconds that a rank tries to reach the store of rank 0, which answers at once or never.
-_STORE_PATIENCE = 5.0
 
 # What launchers tell a process about the number of ranks they started.
 _LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -97,6 +93,7 @@ class _World:
     excepthook: Callable[..., Any]
     excepthook_before: Callable[..., Any]
     process_id: int
+    store: LazyStore | None = None
     started: bool = False
     groups: list[weakref.ref[ProcessGroup]] = field(default_factory=list)
 
@@ -361,37 +358,13 @@ def find_topology(communicator: MPI.Intracomm) -> Topology:
 
 
 def shared_store(communicator: MPI.Intracomm, topology: Topology, timeout: timedelta) -> Store:
-    """Return a store that all ranks share; rank 0 serves it on a free port.
+    """Return a store that all ranks share, for groups of other backends.
 
-    mpiddp itself never uses it, torch.distributed does for groups of other backends: where the
-    nodes do not reach each other by TCP, training goes on without it.
+    Collective over `communicator`.
     """
-    local = "127.0.0.1"
-    store: Store | None = None
-    port, problem = 0, ""
-    if topology.rank == 0:
-        store = TCPStore(local, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        port = store.port
-    host, port = communicator.bcast(
-        (socket.gethostname() if topology.node_count > 1 else local, port)
-    )
-    if topology.rank > 0:
-        try:
-            # torch's client would try for a minute, with a C++ trace on stderr at each try.
-            socket.create_connection((host, port), _STORE_PATIENCE).close()
-            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        except (OSError, RuntimeError) as error:
-            problem = f"rank {topology.rank}: {error}"
-    problems = [text for text in communicator.allgather(problem) if text]
-    if store is not None and not problems:
-        return store
-    if topology.rank == 0:
-        warnings.warn(
-            f"no TCP between the ranks ({host}:{port}), so groups of other backends, such as "
-            f'new_group(backend="gloo"), will not work: {problems[0]}',
-            stacklevel=2,
-        )
-    return HashStore()
+    assert _world is not None
+    _world.store = LazyStore(communicator, topology.node_count == 1, timeout)
+    return _world.store
 
 
 def _leave_world() -> None:
@@ -405,6 +378,8 @@ def _leave_world() -> None:
     world.completion.stop()
     world.requests.engine.stop()
     world.roll_call.free()
+    if world.store is not None:
+        world.store.close()
     world.communicator.Free()
     for name, value in world.environment.items():
         if os.environ.get(name) == value:  # else it is the user's by now
@@ -442,3 +417,5 @@ def _stop_at_exit() -> None:
             group.forget_communicators()
     if dist.is_initialized():
         dist.destroy_process_group()
+    if _world.store is not None:
+        _world.store.close()
