@@ -115,6 +115,34 @@ def test_settings_are_checked(chunk_bytes: int, window: int) -> None:
         LaneTransport(MPI.COMM_SELF, MPI.COMM_SELF, chunk_bytes=chunk_bytes, window=window)
 
 
+def test_chunks_between_nodes(group: dist.ProcessGroup) -> None:
+    """With one rank a node, more nodes have more chunks on their way, which are larger."""
+    wrapped = DDP(Given(1 << 20, torch.float32), process_group=group, transport="mpi")
+    counters = wrapped.reducer.channel.engine.counters
+    wrapped().backward(torch.ones(1 << 20))
+    chunks = wrapped.reducer.channel.engine.counters["chunks"] - counters["chunks"]
+    nodes = len({next(iter(ranks)) for ranks in _ranks_of_nodes(group)})
+    with together():
+        # One more for the flags behind the gradients.
+        assert chunks - 1 == (4 << 20) // transport.chunks_in_flight(nodes)[1]
+
+
+def _ranks_of_nodes(group: dist.ProcessGroup) -> list[tuple[int, ...]]:
+    everyone: list[Any] = [None] * SIZE
+    node = transport.ranks_of_node(group.communicator)  # type: ignore[attr-defined]
+    dist.all_gather_object(everyone, tuple(sorted(node.allgather(RANK))))
+    node.Free()
+    return everyone
+
+
+def test_more_nodes_never_have_less_on_their_way() -> None:
+    settings = [transport.chunks_in_flight(nodes) for nodes in range(1, 5000)]
+    assert settings == sorted(settings)
+    for window, chunk_bytes in settings:
+        assert 2 <= window <= 16
+        assert 2 * window * chunk_bytes <= 16 << 20
+
+
 def test_buffers(group: dist.ProcessGroup) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     wrapped = DDP(model, process_group=group, transport="shared")
