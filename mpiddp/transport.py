@@ -36,10 +36,10 @@ TRANSPORT_VARIABLE = "MPIDDP_TRANSPORT"
 # torch's 25 took a fifth off a step between two hosts. Inside a node it makes no difference.
 BUCKET_BYTES_BETWEEN_NODES = 4 << 20
 
-# What MPI_Iallreduce gets at once. Between two nodes two chunks of 512 KiB fill a wire of 1 Gbit/s in
-# both directions, and four of 1 MiB take half as long again. Between four nodes these take a tenth
-# less than those: a chunk has more messages one after the other, each a part of it. More than
-# four nodes could not be measured.
+# What MPI_Iallreduce gets at once. Between two nodes two chunks of 512 KiB fill a wire of 1 Gbit/s
+# in both directions, and four of 1 MiB take half as long again. Between four nodes these take a
+# tenth less than those: a chunk has more messages one after the other, each a part of it. More
+# than four nodes could not be measured.
 CHUNK_BYTES = 512 << 10
 CHUNK_BYTES_OF_MANY = 1 << 20
 MOST_CHUNKS = 8
