@@ -168,7 +168,7 @@ def test_unused_parameters(where, views, gloo):
     options = {"find_unused_parameters": True, "gradient_as_bucket_view": views}
     pair = Pair(module, where, gloo=gloo, **options)
     for step in range(4):
-        used = "a" + ("b" if RANK == step % SIZE else "") + ("c" if step == 1 else "")
+        used = "a" + ("b" if step % SIZE == RANK else "") + ("c" if step == 1 else "")
         given = {name: draw(pair.gpu, 3).float() for name in used}
         for model in pair.both:
             model(given).backward()

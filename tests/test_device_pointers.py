@@ -169,9 +169,7 @@ def test_ring_waits_for_its_own_sums(opened: Opener, gpu: Gpu, threaded: bool) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_buckets_of_late_ranks(
-    opened: Opener, gpu: Gpu, threaded: bool, kind: str
-) -> None:
+def test_buckets_of_late_ranks(opened: Opener, gpu: Gpu, threaded: bool, kind: str) -> None:
     """Many buckets under way, one rank always behind: chunks of one never meet another's."""
     channel = opened(kind, threaded, chunk_bytes=256, window=3)
     stream = gpu.new_stream()
