@@ -58,6 +58,11 @@ if [ ${#wheels[@]} -gt 0 ]; then
     within 60 $pip install -q --no-index --no-deps "${wheels[@]}" || die "wheels are not installed"
 fi
 command -v mpicc >/dev/null || die "no mpicc: neither on PATH nor in a wheel in $WHEELS"
+# mpi4py's wheel does not look for it on PATH.
+libmpi=$(dirname "$(dirname "$(command -v mpicc)")")/lib/libmpi.so
+if [ -e "$libmpi" ]; then
+    export MPI4PY_LIBMPI=${MPI4PY_LIBMPI:-$libmpi}
+fi
 for module in pytest pytest_mpi pytest_timeout hypothesis mpi4py Cython setuptools; do
     "$bin/python" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$module') is None)" ||
         die "$PYTHON has no $module, and there is no wheel of it in $WHEELS"

@@ -21,7 +21,8 @@ class GivenGradients(nn.Module):
             self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, coefficients: Mapping[str, Tensor]) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
+        device = next((coefficient.device for coefficient in coefficients.values()), None)
+        total = torch.zeros((), dtype=torch.float64, device=device)
         for name, coefficient in coefficients.items():
             term = (self.get_parameter(name) * coefficient.conj()).sum()
             total = total + (term.real if term.is_complex() else term).double()

@@ -23,9 +23,8 @@ from replicas import (
     share,
     together,
 )
-from simulated_gpu import SimulatedRuntime, on_cpu_tensors
+from simulated_gpu import InOrderOfStream, SimulatedRuntime, on_cpu_tensors
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpiddp import DistributedDataParallel as DDP
 from mpiddp import compression
@@ -39,7 +38,6 @@ pytestmark = [
 ]
 
 SMALL_BUCKETS = 0.0005
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -56,27 +54,11 @@ def on_gpu(module: nn.Module, **options: object) -> DDP:
     return wrapped
 
 
-class _InOrderOfStream(TorchDispatchMode):
-    """Let each of torch's operations come when the current stream comes to it, as on a GPU."""
-
-    def __init__(self, *streams: Stream) -> None:
-        super().__init__()
-        self.streams = {stream.address: stream for stream in streams}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        from simulated_gpu import runtime
-
-        current = runtime().current_stream(CPU)
-        if current in self.streams:
-            self.streams[current].synchronize()
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.fixture
 def streams(gpu: SimulatedRuntime) -> Iterator[list[Stream]]:
     """Return three streams, the first of them the current one."""
     made = [Stream(gpu, 0) for _ in range(3)]
-    with gpu.use_stream(made[0]), _InOrderOfStream(*made):
+    with gpu.use_stream(made[0]), InOrderOfStream(*made):
         yield made
     for stream in made:
         stream.synchronize()

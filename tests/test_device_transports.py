@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 
+import gpus
 import pytest
 import simulated_gpu
 import torch
@@ -186,3 +187,24 @@ def test_channels(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     engine.close_channel(channel)
     channel.transport.free()
     communicator.Free()
+
+
+def test_what_is_skipped_on_a_real_gpu_and_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gpus.require` hides nothing: an MPI that says that it can must be able to."""
+    Trials(monkeypatch, device="", ring="it ended with signal 11")
+    with together(), pytest.raises(pytest.skip.Exception, match=r"not tried: .*without CUDA"):
+        gpus.require("ring", CPU)
+    believe(monkeypatch, ("ring",), "no reductions")
+    with together(), pytest.raises(pytest.skip.Exception, match="'device' is not tried: no reduc"):
+        gpus.require("device", CPU)
+    believe(monkeypatch, *KNOWN)
+    gpus.require("device", CPU)
+    with together(), pytest.raises(pytest.skip.Exception, match=r"'ring' failed: .*signal 11"):
+        gpus.require("ring", CPU)
+    said = {"MPIX_Query_cuda_support": True}
+    monkeypatch.setattr("mpiddp.device_support.ask_library", lambda prefix: said)
+    with together(), pytest.raises(pytest.fail.Exception, match=r"says that .*signal 11"):
+        gpus.require("ring", CPU)
+    refused = pytest.raises(RuntimeError, match="cublasCreate_v2")
+    with simulated_gpu.runtime().failing("cublasCreate_v2", 1), together(), refused:
+        gpus.require("device", CPU)

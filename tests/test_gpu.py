@@ -146,7 +146,7 @@ def test_accumulation(views, gloo):
 
 def test_parameters_unused_in_turn(views, gloo):
     names = ["a", "b", "c", "d"]
-    module = _Given(**{name: torch.zeros(3) for name in names})
+    module = GivenGradients(**{name: torch.zeros(3) for name in names})
     pair = wrap_both(module, gloo, find_unused_parameters=True, gradient_as_bucket_view=views)
     generator = torch.Generator().manual_seed(3)
     for step in range(6):
@@ -162,14 +162,6 @@ def test_parameters_unused_in_turn(views, gloo):
         ours, theirs = (on_host(gradients_of(model)) for model in pair)
         with together():
             assert_gradients_close(ours, theirs)
-
-
-class _Given(GivenGradients):
-    """`GivenGradients`, whose loss is where its coefficients are."""
-
-    def forward(self, coefficients: dict[str, Tensor]) -> Tensor:
-        terms = [(self.get_parameter(name) * c).sum() for name, c in coefficients.items()]
-        return torch.stack(terms).sum()
 
 
 class _Checkpointed(nn.Module):
@@ -364,7 +356,7 @@ def _slow(parameter: Tensor, extra: Tensor) -> object:
 @pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])
 def test_slow_kernels(side, views):
     """No rank sends a gradient before it is there, nor reads a mean before it is back."""
-    module = _Given(a=torch.zeros(1 << 20), b=torch.zeros(3)).to(DEVICE)
+    module = GivenGradients(a=torch.zeros(1 << 20), b=torch.zeros(3)).to(DEVICE)
     _slow(module.a, torch.full((1 << 20,), RANK + 1.0, device=DEVICE))
     wrapped = DDP(module, gradient_as_bucket_view=views)
     stream = torch.cuda.Stream() if side else torch.cuda.current_stream()

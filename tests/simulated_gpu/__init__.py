@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpiddp.device_runtime import Runtime, Stream, register
 
@@ -210,6 +211,24 @@ class SimulatedRuntime(Runtime):
         assert source.is_contiguous()
         assert to.nbytes == source.nbytes
         assert kernel(stream, seconds, to.data_ptr(), source.data_ptr(), to.nbytes) == 0
+
+
+class InOrderOfStream(TorchDispatchMode):
+    """Let each of torch's operations come when the current stream comes to it, as on a GPU.
+
+    Args:
+        streams: those that may be the current one.
+    """
+
+    def __init__(self, *streams: Stream) -> None:
+        super().__init__()
+        self.streams = {stream.address: stream for stream in streams}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        current = runtime().current_stream(torch.device("cpu"))
+        if current in self.streams:
+            self.streams[current].synchronize()
+        return func(*args, **(kwargs or {}))
 
 
 @cache
