@@ -35,6 +35,7 @@ TRANSPORT_VARIABLE = "MPIDDP_TRANSPORT"
 # Where a bucket is sent, the wire is idle until the first large one is full: 4 MiB instead of
 # torch's 25 took a fifth off a step between two hosts. Inside a node it makes no difference.
 BUCKET_BYTES_BETWEEN_NODES = 4 << 20
+BUCKET_BYTES_INSIDE_NODE = 25 << 20
 
 # 0: progress is made from autograd's hooks alone. 1: by a thread. Unset: by a thread where
 # messages need it or cores are left over.
