@@ -66,3 +66,21 @@ def factor_of(op: dist.ReduceOp) -> Any:
         return None
     # Before torch 2.13 only pickling gets at it.
     return op.factor if hasattr(op, "factor") else op.__getstate__()[1]  # type: ignore[attr-defined]
+
+
+class _InPlace(int):
+    """A rank that sorting leaves where it stands among others of its kind."""
+
+    def __lt__(self, other: int) -> bool:
+        return False if isinstance(other, _InPlace) else int(self) < other
+
+
+def new_group_in_order(ranks: Sequence[int], **options: Any) -> Any:
+    """Do `dist.new_group`, with its arguments, of ranks in this order. Collective."""
+    if "sort_ranks" in inspect.signature(dist.new_group).parameters:
+        return dist.new_group(list(ranks), sort_ranks=False, **options)
+    # Before torch 2.13 it always sorts them.
+    group = dist.new_group([_InPlace(rank) for rank in ranks], **options)
+    places = dist.distributed_c10d._world.pg_group_ranks
+    places[group] = {int(rank): place for rank, place in places[group].items()}
+    return group
