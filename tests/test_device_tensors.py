@@ -472,12 +472,14 @@ class TestGroup:
             tensor = torch.ones(1)
             dist.all_reduce(tensor, group=part)
             assert tensor.item() == size()
-            if not torch.cuda.is_available():
+            if not torch.backends.cuda.is_built():  # else torch asks the driver
                 dist.barrier()
             dist.destroy_process_group(part)
         finally:
             group().bound_device_id = None
 
+    # torch 2.11 says so at any profile.
+    @pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle")
     def test_profiler_shows_names(self) -> None:
         with on_gpu(), torch.profiler.profile() as profiler:
             dist.all_reduce(torch.ones(3))

@@ -71,7 +71,11 @@ def test_every_operation_as_gloo(gloo: Any) -> None:
         work.get_future().wait()
         if name == "reduce_scatter":
             continue  # Gloo has none for lists
-        other = theirs[name]()
+        try:
+            other = theirs[name]()
+        except RuntimeError as error:
+            assert "gloo does not support alltoall" in str(error)
+            continue  # before torch 2.13
         other.wait()
         if name in ("all_gather", "barrier", "all_to_all_single", "reduce_scatter_single"):
             continue  # Gloo's futures are of other kinds
