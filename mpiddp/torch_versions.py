@@ -79,7 +79,7 @@ def new_group_in_order(ranks: Sequence[int], **options: Any) -> Any:
     """Do `dist.new_group`, with its arguments, of ranks in this order. Collective."""
     if "sort_ranks" in inspect.signature(dist.new_group).parameters:
         return dist.new_group(list(ranks), sort_ranks=False, **options)
-    # Before torch 2.13 it always sorts them.
+    # Before torch 2.12 it always sorts them.
     group = dist.new_group([_InPlace(rank) for rank in ranks], **options)
     places = dist.distributed_c10d._world.pg_group_ranks
     places[group] = {int(rank): place for rank, place in places[group].items()}

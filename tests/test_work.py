@@ -74,8 +74,9 @@ def test_every_operation_as_gloo(gloo: Any) -> None:
         try:
             other = theirs[name]()
         except RuntimeError as error:
-            assert "gloo does not support alltoall" in str(error)
-            continue  # before torch 2.13
+            if "gloo does not support alltoall" not in str(error):
+                raise
+            continue  # as in torch 2.11
         other.wait()
         if name in ("all_gather", "barrier", "all_to_all_single", "reduce_scatter_single"):
             continue  # Gloo's futures are of other kinds
