@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch.distributed as dist
 
+from mpiddp.torch_versions import new_group_in_order
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -57,8 +59,6 @@ def group_of(communicator: MPI.Comm) -> ProcessGroup:
     made = _made.get(ranks)
     # Groups are destroyed by all their members or by none.
     if made is None or made not in dist.distributed_c10d._world.pg_map:
-        made = dist.new_group(
-            list(ranks), timeout=world.timeout, use_local_synchronization=True, sort_ranks=False
-        )
+        made = new_group_in_order(ranks, timeout=world.timeout, use_local_synchronization=True)
         _made[ranks] = made
     return made

@@ -5,7 +5,8 @@ Note [Torch's wrapper]
 The class derives from torch's, so that isinstance, torch.compile and libraries see the
 class that they know, and forward, no_sync, buffers and state_dict are torch's own code. What
 is replaced is what `_ddp_init_helper` builds, the C++ Reducer and Logger, and what must be
-checked before torch's constructor talks to other ranks.
+checked before torch's constructor talks to other ranks. What older releases of torch lack,
+torch_versions.py adds.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from mpiddp.compilation import run_as_it_is
 from mpiddp.logger import Logger
 from mpiddp.mixed_precision import gradient_dtypes, hook_caller
 from mpiddp.python_hook import hook_name
+from mpiddp.torch_versions import TorchWrapper
 from mpiddp.transport import (
     BUCKET_BYTES_BETWEEN_NODES,
+    BUCKET_BYTES_INSIDE_NODE,
     requested_transport,
     sends_messages,
 )
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
 
 
 @run_as_it_is
-class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
+class DistributedDataParallel(TorchWrapper):
     """Average the gradients of `module` over all ranks while backward runs.
 
     Collective: every rank of the group constructs the same model in the same order. All ranks
@@ -376,15 +379,15 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         """Return the sizes of the first, second ... bucket in bytes; the last holds for the rest.
 
         Sizes that are given hold, as in torch's class. Else a first bucket of 1 MiB is followed
-        by torch's 25 MiB, where the ranks share memory, or by `BUCKET_BYTES_BETWEEN_NODES`.
+        by torch's 25 MiB where the ranks share memory, by 4 MiB where messages are sent.
         """
-        config = self._bucket_config
-        if config.per_bucket_bytes_caps:
-            return config.per_bucket_bytes_caps
-        cap = config.bucket_bytes_cap
-        if self._default_bucket_sizes and sends_messages(channel):
-            cap = BUCKET_BYTES_BETWEEN_NODES
-        return [config.first_bucket_bytes_cap, cap]
+        if self.bucket_bytes_cap_list:
+            return self.bucket_bytes_cap_list
+        if not self._default_bucket_sizes:
+            return [self.bucket_bytes_cap]
+        between_nodes = sends_messages(channel)
+        cap = BUCKET_BYTES_BETWEEN_NODES if between_nodes else BUCKET_BYTES_INSIDE_NODE
+        return [dist._DEFAULT_FIRST_BUCKET_BYTES, cap]  # type: ignore[attr-defined]  # as torch does
 
     # Uneven inputs, see joined.pyx. The rest of join() is torch's.
 

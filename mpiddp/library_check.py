@@ -7,6 +7,7 @@ extension modules were compiled against one. Two MPIs in a process end in a cras
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from typing import Any
 
@@ -31,11 +32,11 @@ def check_torch() -> None:
         raise ImportError(f"mpiddp needs torch.distributed, which torch {torch.__version__} lacks")
     wrapper = torch.nn.parallel.DistributedDataParallel
     missing = [name for name in _WRAPPER_METHODS if not hasattr(wrapper, name)]
-    if not hasattr(torch.nn.parallel.distributed, "_BucketCapacityConfig"):
-        missing.append("_bucket_config")
+    if "bucket_cap_mb_list" not in inspect.signature(wrapper.__init__).parameters:
+        missing.append("bucket_cap_mb_list")  # torch 2.11 brought it
     if missing:
         raise ImportError(
-            f"mpiddp needs torch >= 2.13; torch {torch.__version__} has no "
+            f"mpiddp needs torch >= 2.11; torch {torch.__version__} has no "
             f"DistributedDataParallel.{', '.join(missing)}"
         )
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mpiddp.init_by_name import names_mpiddp
 from mpiddp.replacement import replace_function
+from mpiddp.torch_versions import new_group_in_order
 
 __all__ = ["install"]
 
@@ -36,20 +37,20 @@ def _splitting(torchs: Callable[..., Any]) -> Callable[..., Any]:
 
         parent = dist.group.WORLD if parent_pg is None else parent_pg
         if not isinstance(parent, ProcessGroup):
-            return torchs(parent_pg, split_ranks, timeout, pg_options, group_desc, backend)
+            given = () if backend is None else (backend,)  # not known before torch 2.13
+            return torchs(parent_pg, split_ranks, timeout, pg_options, group_desc, *given)
         part = _own_part(parent, split_ranks or [])
         if backend is not None and not names_mpiddp(str(backend)):
             raise ValueError(f"a group of mpiddp splits into groups of mpiddp, not of {backend!r}")
         if part is None:
             return None
         world_ranks = dist.get_process_group_ranks(parent)
-        return dist.new_group(
+        return new_group_in_order(
             [world_ranks[rank] for rank in part],
             timeout=parent.timeout if timeout is None else timeout,
             pg_options=pg_options,
             use_local_synchronization=True,
             group_desc=group_desc,
-            sort_ranks=False,
         )
 
     return split_group

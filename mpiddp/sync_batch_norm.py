@@ -43,7 +43,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         process_group: whose batches count; None is the world.
         device: of parameters and buffers.
         dtype: of parameters and buffers.
-        bias: whether there is a bias beside the weight.
+        bias: whether there is a bias beside the weight; from torch 2.12 on.
 
     Raises:
         ValueError: the input has fewer than 2 dimensions or no channel, or all ranks together
@@ -85,7 +85,6 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
                 module.affine,
                 module.track_running_stats,
                 process_group,
-                bias=module.bias is not None,
             )
             for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
                 setattr(converted, name, getattr(module, name))

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from mpiddp.torch_versions import factor_of
+
 
 def dense(tensor: torch.Tensor, anywhere: bool = False) -> torch.Tensor:
     """Return `tensor` if MPI can use its memory as it is, else a contiguous copy.
@@ -134,7 +136,7 @@ def divide(total: torch.Tensor, divisor: int) -> None:
 
 def multiply(contribution: torch.Tensor, op: dist.ReduceOp) -> None:
     """Multiply in place by the factor of a PREMUL_SUM."""
-    factor = getattr(op, "factor", None)
+    factor = factor_of(op)
     if factor is None:
         raise TypeError("ReduceOp.PREMUL_SUM needs a factor: ReduceOp.PREMUL_SUM(factor)")
     if isinstance(factor, torch.Tensor):

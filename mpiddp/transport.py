@@ -35,6 +35,7 @@ TRANSPORT_VARIABLE = "MPIDDP_TRANSPORT"
 # Where a bucket is sent, the wire is idle until the first large one is full: 4 MiB instead of
 # torch's 25 took a fifth off a step between two hosts. Inside a node it makes no difference.
 BUCKET_BYTES_BETWEEN_NODES = 4 << 20
+BUCKET_BYTES_INSIDE_NODE = 25 << 20
 
 # What MPI_Iallreduce gets at once. Between two nodes two chunks of 512 KiB fill a wire of 1 Gbit/s
 # in both directions, and four of 1 MiB take half as long again. Between four nodes these take a

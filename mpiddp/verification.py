@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 if TYPE_CHECKING:
     from mpiddp.process_group import ProcessGroup
@@ -57,7 +57,10 @@ def verify_equal_models(
     digest = hashlib.sha256(pickle.dumps(items)).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     digests = torch.empty(process_group.size() * own.numel(), dtype=torch.uint8)
-    dist.all_gather_single(digests, own, group=process_group)
+    at_once = AllgatherOptions()
+    at_once.asyncOp = False
+    # Not torch.distributed's function: it has another name before torch 2.13.
+    process_group.all_gather_single(digests, own, at_once)
     if (digests.view(process_group.size(), -1) == own).all():
         # The same on this rank as on all others, hence the same on all.
         return

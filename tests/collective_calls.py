@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch_versions
 from group_data import group, make, rank, size
 
 Tensors = list[torch.Tensor]
@@ -95,7 +96,7 @@ def calls() -> dict[str, Callable[[], Call]]:
             [own(4 * size())],
             [room(4)],
             lambda read, room, later: _works(
-                dist.reduce_scatter_single(room[0], read[0], async_op=later)
+                torch_versions.reduce_scatter_single(room[0], read[0], async_op=later)
             ),
         )
 
@@ -111,7 +112,7 @@ def calls() -> dict[str, Callable[[], Call]]:
             [own(6)],
             [room(6 * size())],
             lambda read, room, later: _works(
-                dist.all_gather_single(room[0], read[0], async_op=later)
+                torch_versions.all_gather_single(room[0], read[0], async_op=later)
             ),
         )
 

@@ -10,6 +10,12 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from replicas import RANK, SIZE, assert_close, gather, together
 from torch import Tensor
+from torch_versions import (
+    functional_all_gather_single_autograd,
+    functional_all_gather_single_coalesced,
+    functional_reduce_scatter_single_autograd,
+    functional_reduce_scatter_single_coalesced,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -59,8 +65,8 @@ FUNCTIONAL: dict[str, Operation] = {
     "all_reduce": lambda x, group: functional.all_reduce(x * x, "sum", group),
     "all_reduce max": lambda x, group: functional.all_reduce(x, "max", group).detach(),
     "broadcast": lambda x, group: functional.broadcast(x, SIZE - 1, group).detach(),
-    "all_gather_single": lambda x, group: functional.all_gather_single_autograd(x, 1, group),
-    "reduce_scatter_single": lambda x, group: functional.reduce_scatter_single_autograd(
+    "all_gather_single": lambda x, group: functional_all_gather_single_autograd(x, 1, group),
+    "reduce_scatter_single": lambda x, group: functional_reduce_scatter_single_autograd(
         x, "sum", 0, group
     ),
     "all_to_all_single": lambda x, group: functional.all_to_all_single_autograd(
@@ -73,10 +79,10 @@ FUNCTIONAL: dict[str, Operation] = {
         functional.all_reduce_coalesced([x, x * x], "sum", group)
     ),
     "all_gather_single_coalesced": lambda x, group: torch.stack(
-        functional.all_gather_single_coalesced([x, x * x], group)
+        functional_all_gather_single_coalesced([x, x * x], group)
     ),
     "reduce_scatter_single_coalesced": lambda x, group: torch.stack(
-        functional.reduce_scatter_single_coalesced([x, x * x], "sum", [0, 0], group)
+        functional_reduce_scatter_single_coalesced([x, x * x], "sum", [0, 0], group)
     ),
     "permute_tensor": lambda x, group: functional.permute_tensor(
         x.detach().flatten(), [(rank + 1) % SIZE for rank in range(SIZE)], group
@@ -145,8 +151,8 @@ def _fresh_compiler() -> Iterator[None]:
 
 def program(x: Tensor, group: Group) -> Tensor:
     """Use functional collectives, and torch.distributed's own where dynamo has one for them."""
-    everyone = functional.all_gather_single_autograd(x.sin(), 0, group)
-    mine = functional.reduce_scatter_single_autograd(everyone * 2, "sum", 0, group)
+    everyone = functional_all_gather_single_autograd(x.sin(), 0, group)
+    mine = functional_reduce_scatter_single_autograd(everyone * 2, "sum", 0, group)
     swapped = functional.all_to_all_single_autograd(mine, [2] * SIZE, [2] * SIZE, group)
     return functional.all_reduce(swapped, "sum", group).cos() + mine
 
@@ -154,6 +160,8 @@ def program(x: Tensor, group: Group) -> Tensor:
 @pytest.mark.once
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+# Of torch 2.11's compiler, by itself.
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated")
 @pytest.mark.parametrize(
     "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )

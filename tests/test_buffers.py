@@ -3,6 +3,7 @@
 import copy
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -13,6 +14,7 @@ from replicas import RANK, SIZE, all_bits, assert_close, assert_same_bits, gathe
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _BufferCommHookLocation
+from torch_versions import HAS_FORWARD_SYNC_BUFFERS
 
 from mpiddp import DistributedDataParallel as DDP
 
@@ -107,7 +109,8 @@ def test_not_synchronised_under_no_sync():
 def test_deprecated_name():
     model = Recorder()
     with together():
-        with pytest.warns(FutureWarning, match="forward_sync_buffers"):
+        warns = pytest.warns(FutureWarning, match="forward_sync_buffers")
+        with warns if HAS_FORWARD_SYNC_BUFFERS else nullcontext():
             wrapped = DDP(model, broadcast_buffers=False)
         assert not wrapped.forward_sync_buffers
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch_versions
 from collective_calls import Tensors, calls, on_host
 from group_data import EVERY, assert_same_bits, group, make, name_of, rank, size
 from simulated_gpu import SimulatedRuntime, on_cpu_tensors
@@ -201,7 +202,7 @@ class TestTensors:
         own = output[2 * rank() : 2 * rank() + 2]
         with on_gpu(), torch.no_grad():
             own.fill_(rank())
-            dist.all_gather_single(output, own)
+            torch_versions.all_gather_single(output, own)
         assert output.tolist() == [float(seed) for seed in range(size()) for _ in range(2)]
 
     def test_tensor_that_is_given_twice(self) -> None:
@@ -471,12 +472,14 @@ class TestGroup:
             tensor = torch.ones(1)
             dist.all_reduce(tensor, group=part)
             assert tensor.item() == size()
-            if not torch.cuda.is_available():
+            if not torch.backends.cuda.is_built():  # else torch asks the driver
                 dist.barrier()
             dist.destroy_process_group(part)
         finally:
             group().bound_device_id = None
 
+    # torch 2.11 says so at any profile.
+    @pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle")
     def test_profiler_shows_names(self) -> None:
         with on_gpu(), torch.profiler.profile() as profiler:
             dist.all_reduce(torch.ones(3))

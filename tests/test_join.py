@@ -21,6 +21,7 @@ from replicas import (
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch_versions import for_torch
 
 from mpiddp import DistributedDataParallel as DDP
 
@@ -47,7 +48,7 @@ def wrap_both(
 ) -> tuple[DDP, TorchDDP]:
     return (
         DDP(copy.deepcopy(module), transport=transport, **options),
-        TorchDDP(copy.deepcopy(module), process_group=group, **options),
+        TorchDDP(copy.deepcopy(module), process_group=group, **for_torch(options)),
     )
 
 

@@ -161,13 +161,18 @@ class TestTorch:
     def test_wrapper_lacks_a_method(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr(torch.nn.parallel.DistributedDataParallel, name)
         assert self.refused() == (
-            f"mpiddp needs torch >= 2.13; torch {torch.__version__} has no "
+            f"mpiddp needs torch >= 2.11; torch {torch.__version__} has no "
             f"DistributedDataParallel.{name}"
         )
 
-    def test_wrapper_lacks_its_bucket_sizes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delattr(torch.nn.parallel.distributed, "_BucketCapacityConfig")
-        assert "_bucket_config" in self.refused()
+    def test_wrapper_lacks_an_argument(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As that of torch 2.10 does."""
+
+        def construct(self: object, module: object, bucket_cap_mb: float) -> None:
+            pass
+
+        monkeypatch.setattr(torch.nn.parallel.DistributedDataParallel, "__init__", construct)
+        assert "DistributedDataParallel.bucket_cap_mb_list" in self.refused()
 
     def test_without_distributed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
@@ -183,6 +188,6 @@ import mpiddp
 """)
         assert done.returncode == 1
         last = done.stderr.splitlines()[-1]
-        assert last.startswith("ImportError: mpiddp needs torch >= 2.13")
+        assert last.startswith("ImportError: mpiddp needs torch >= 2.11")
         assert METHODS[0] in last
         assert done.stderr.count("Traceback") == 1

@@ -20,6 +20,7 @@ from replicas import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DistributedSampler
+from torch_versions import HAS_FORWARD_SYNC_BUFFERS, for_torch
 
 from mpiddp import DistributedDataParallel as DDP
 
@@ -177,10 +178,11 @@ def test_wrappers_of_two_groups_at_a_time():
 
 ATTRIBUTES = (
     *("device_ids", "output_device", "device", "device_type", "dim", "is_multi_device_module"),
-    *("broadcast_buffers", "forward_sync_buffers", "find_unused_parameters", "static_graph"),
+    *("broadcast_buffers", "find_unused_parameters", "static_graph"),
     *("gradient_as_bucket_view", "require_backward_grad_sync", "require_forward_param_sync"),
     *("bucket_bytes_cap", "bucket_bytes_cap_list", "parameters_to_ignore", "mixed_precision"),
     *("_distributed_rank", "training"),
+    *(("forward_sync_buffers",) if HAS_FORWARD_SYNC_BUFFERS else ()),
 )
 
 
@@ -188,8 +190,11 @@ ATTRIBUTES = (
 def test_attributes(options, gloo):
     """What scripts and libraries read from a wrapper, before and after steps with and without."""
     pair = [
-        wrap(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), **group, **options)
-        for wrap, group in ((DDP, {"transport": "shared"}), (TorchDDP, {"process_group": gloo}))
+        wrap(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), **taken)
+        for wrap, taken in (
+            (DDP, {"transport": "shared", **options}),
+            (TorchDDP, {"process_group": gloo, **for_torch(options)}),
+        )
     ]
 
     def seen(model):

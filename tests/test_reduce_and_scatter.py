@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch_versions
 from group_data import (
     ARITHMETIC,
     BITWISE,
@@ -106,7 +107,7 @@ class TestReduceScatter:
     def test_one_tensor(self, dtype: torch.dtype, op: Any) -> None:
         whole = torch.stack([make(dtype, rank() + 10 * to) for to in range(size())])
         output = torch.empty_like(whole[0])
-        dist.reduce_scatter_single(output, whole, op=op)
+        torch_versions.reduce_scatter_single(output, whole, op=op)
         expected = reference(dtype, op, size(), lambda d, seed: make(d, seed + 10 * rank()))
         assert_same_bits(output, expected)
         assert_same_bits(whole[0], make(dtype, rank()))
@@ -114,8 +115,8 @@ class TestReduceScatter:
     def test_as_gloo(self, gloo: Any) -> None:
         whole = torch.cat([make(torch.float32, rank() + 10 * to) for to in range(size())])
         ours, theirs = torch.empty(61), torch.empty(61)
-        dist.reduce_scatter_single(ours, whole)
-        dist.reduce_scatter_single(theirs, whole, group=gloo)
+        torch_versions.reduce_scatter_single(ours, whole)
+        torch_versions.reduce_scatter_single(theirs, whole, group=gloo)
         assert_same_bits(ours, theirs)
 
     def test_sizes_that_differ(self) -> None:
@@ -131,7 +132,7 @@ class TestReduceScatter:
         assert_same_bits(output, total.view(3, 4).t())
         output = torch.empty(2, 6).t()
         whole = make(torch.float32, rank(), 12 * size()).view(2, 6 * size()).t()
-        dist.reduce_scatter_single(output, whole)
+        torch_versions.reduce_scatter_single(output, whole)
         totals = [make(torch.float32, seed, 12 * size()).view(2, -1).t() for seed in range(size())]
         assert_same_bits(output, sum(totals)[6 * rank() : 6 * rank() + 6])
 
@@ -146,7 +147,7 @@ class TestReduceScatter:
         for own in range(size()):
             whole = torch.arange(2.0 * size())
             part = whole[2 * own : 2 * own + 2]  # another rank's as well
-            dist.reduce_scatter_single(part, whole)
+            torch_versions.reduce_scatter_single(part, whole)
             expected = size() * torch.arange(2.0 * size())[2 * rank() : 2 * rank() + 2]
             assert_same_bits(part, expected)
         parts = [torch.full((3,), float(to)) for to in range(size())]
@@ -157,7 +158,7 @@ class TestReduceScatter:
         with pytest.raises(ValueError, match=rf"needs {size()} input .* {size() + 1}"):
             dist.reduce_scatter(torch.empty(1), [torch.ones(1)] * (size() + 1))
         with pytest.raises(ValueError, match=rf"of {3 * size()} elements, not 2"):
-            dist.reduce_scatter_single(torch.empty(3), torch.ones(2))
+            torch_versions.reduce_scatter_single(torch.empty(3), torch.ones(2))
         with pytest.raises(ValueError, match="into an output of 2"):
             dist.reduce_scatter(torch.empty(2), [torch.ones(1)] * size())
 
@@ -176,7 +177,7 @@ def test_much_is_added_in_order_of_ranks() -> None:
     generators = [torch.Generator().manual_seed(seed) for seed in range(size())]
     inputs = [torch.randn(size() * count, generator=generator) for generator in generators]
     output = torch.empty(count)
-    dist.reduce_scatter_single(output, inputs[rank()])
+    torch_versions.reduce_scatter_single(output, inputs[rank()])
     expected = inputs[0].split(count)[rank()].clone()
     for tensor in inputs[1:]:
         expected += tensor.split(count)[rank()]

@@ -21,6 +21,7 @@ from replicas import (
 )
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch_versions import BUFFERS_KEEP_VERSIONS, HAS_FORWARD_SYNC_BUFFERS, for_torch
 
 from mpiddp import DistributedDataParallel as DDP
 
@@ -36,7 +37,7 @@ def wrap_both(
     """Return two equal models, wrapped by our class and by torch's."""
     return (
         DDP(copy.deepcopy(module), **options),
-        TorchDDP(copy.deepcopy(module), process_group=group, **options),
+        TorchDDP(copy.deepcopy(module), process_group=group, **for_torch(options)),
     )
 
 
@@ -159,6 +160,9 @@ def test_when_buffers_are_synchronised(synchronise, gloo):
         assert all_bits(pair[0].named_buffers()) == all_bits(pair[1].named_buffers())
 
 
+@pytest.mark.skipif(
+    not BUFFERS_KEEP_VERSIONS, reason="this torch's forward changes what backward needs"
+)
 def test_two_forwards_with_batch_norm_before_one_backward(gloo):
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     pair = wrap_both(module, gloo)
@@ -208,5 +212,12 @@ def test_same_arguments_as_torch():
     with together():
         assert own.kind is inspect.Parameter.KEYWORD_ONLY
         assert own.default is None
-        assert list(ours) == list(theirs)
-        assert {n: p.default for n, p in ours.items()} == {n: p.default for n, p in theirs.items()}
+        assert [name for name in ours if name in theirs] == list(theirs)
+        added = ours.keys() - theirs.keys()
+        changed = {name for name in theirs if ours[name].default != theirs[name].default}
+        if HAS_FORWARD_SYNC_BUFFERS:
+            assert not added
+            assert not changed
+        else:
+            assert added <= {"batched_grad_copy", "forward_sync_buffers"}
+            assert changed == {"broadcast_buffers"}

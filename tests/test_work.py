@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch_versions
 from group_data import group, rank, size
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
@@ -26,7 +27,7 @@ def one_of_each(part: Any) -> dict[str, Callable[[], Any]]:
         "all_gather": lambda: dist.all_gather(
             [torch.empty(3) for _ in range(n)], torch.ones(3), group=part, async_op=True
         ),
-        "all_gather_single": lambda: dist.all_gather_single(
+        "all_gather_single": lambda: torch_versions.all_gather_single(
             torch.empty(3 * n), torch.ones(3), group=part, async_op=True
         ),
         "gather": lambda: dist.gather(
@@ -44,7 +45,7 @@ def one_of_each(part: Any) -> dict[str, Callable[[], Any]]:
         "reduce_scatter": lambda: dist.reduce_scatter(
             torch.empty(3), [torch.ones(3)] * n, group=part, async_op=True
         ),
-        "reduce_scatter_single": lambda: dist.reduce_scatter_single(
+        "reduce_scatter_single": lambda: torch_versions.reduce_scatter_single(
             torch.empty(3), torch.ones(3 * n), group=part, async_op=True
         ),
         "all_to_all": lambda: dist.all_to_all(
@@ -70,7 +71,12 @@ def test_every_operation_as_gloo(gloo: Any) -> None:
         work.get_future().wait()
         if name == "reduce_scatter":
             continue  # Gloo has none for lists
-        other = theirs[name]()
+        try:
+            other = theirs[name]()
+        except RuntimeError as error:
+            if "gloo does not support alltoall" not in str(error):
+                raise
+            continue  # as in torch 2.11
         other.wait()
         if name in ("all_gather", "barrier", "all_to_all_single", "reduce_scatter_single"):
             continue  # Gloo's futures are of other kinds
@@ -294,8 +300,8 @@ class TestCoalescing:
         assert [tensor.flatten()[0] for tensor in tensors] == [size(), 2 * size(), 3 * size()]
         outputs = [torch.empty(2 * size()), torch.empty(size())]
         with dist._coalescing_manager(async_ops=True) as manager:
-            dist.all_gather_single(outputs[0], torch.full((2,), float(rank())))
-            dist.all_gather_single(outputs[1], torch.full((1,), float(rank())))
+            torch_versions.all_gather_single(outputs[0], torch.full((2,), float(rank())))
+            torch_versions.all_gather_single(outputs[1], torch.full((1,), float(rank())))
         manager.wait()
         assert outputs[1].tolist() == list(range(size()))
 
