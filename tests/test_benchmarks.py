@@ -92,6 +92,7 @@ def test_collectives_agree_and_none_is_far_slower_than_gloo(tmp_path: Path) -> N
     assert "bare MPI call" in report
 
 
+@pytest.mark.slow
 def test_overlap_is_measured(tmp_path: Path) -> None:
     printed, written = measure("overlap.py", 2, tmp_path / "results.json", "--mb", 1, "--rounds", 3)
     (record,) = written["overlap"]
@@ -144,7 +145,8 @@ print("right", flush=True)
 """
 
 
-@pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
+@pytest.mark.slow  # test_exposed_time_is_not_far_off compares its means, too
+@pytest.mark.parametrize("n", [1, 2, 3])
 def test_the_limit_computes_means(n: int) -> None:
     done = mpirun.run(n, ["-c", LIMIT], timeout=100, env={"PYTHONPATH": str(BENCHMARKS)})
     assert done.returncode == 0, done.stderr

@@ -75,6 +75,7 @@ def test_train_resumes_with_the_same_bits(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["digits.pt"]
 
 
+@pytest.mark.once
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("n", [1, pytest.param(16, marks=pytest.mark.slow)])
 def test_train_on_other_numbers_of_ranks(n: int) -> None:
@@ -108,6 +109,7 @@ train.check_replicas(model)
 """
 
 
+@pytest.mark.once
 @pytest.mark.timeout(120)
 def test_train_evaluates_synchronises_and_notices_a_replica_that_differs() -> None:
     env = {"PYTHONPATH": str(EXAMPLES)}

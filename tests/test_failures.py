@@ -167,6 +167,7 @@ print("still here")
     assert_failed_together(job, failing=1)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("ended", [False, True], ids=["world of one", "after its end"])
 def test_exception_is_python_s_own(tmp_path: Path, ended: bool) -> None:
     """Nobody waits for this process: it ends as any other would."""

@@ -54,6 +54,7 @@ def is_running(pid: int) -> bool:
     return state != "Z"  # dead, but nobody has asked for its exit status
 
 
+@pytest.mark.once
 def test_runs_each_test_where_it_belongs(tmp_path):
     source = """
 def test_without_mpi():

@@ -96,6 +96,7 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, An
     return by_rank(done.stdout)
 
 
+@pytest.mark.once
 def test_same_losses_as_under_torchrun(tmp_path: Path, torchrun: dict[int, dict[str, Any]]) -> None:
     snapshot = tmp_path / "snapshot.pt"
     arguments = [SCRIPTS / "trainer.py", "3", "--snapshot", snapshot, "--workers", "1"]
@@ -279,6 +280,7 @@ def expected_lines(rank: int) -> list[str]:
     ]
 
 
+@pytest.mark.once
 def test_tagged_output() -> None:
     done = launch("--tag-output", SCRIPTS / "output.py")
     assert done.returncode == 0
