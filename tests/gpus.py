@@ -178,7 +178,7 @@ def require(way: str, device: torch.device) -> None:
     answers = device_support.ask_library(runtime.prefix)
     for ways, why in gather(device_support.worth_trying(library, runtime.prefix, answers)):
         if way not in ways:
-            pytest.skip(f"{way!r} is not tried: {why}")
+            pytest.skip(f"{way!r} is not tried: {why}")  # what the table says
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".* was asked for, but gradients on the GPU travel by")
         from mpi4py import MPI
@@ -188,4 +188,4 @@ def require(way: str, device: torch.device) -> None:
         return
     if any(any(said.values()) for said in gather(answers)):
         pytest.fail(f"{library} says that it supports this GPU ({answers}), but {choice.reason}")
-    pytest.skip(choice.reason)
+    pytest.skip(choice.reason)  # what the trial said

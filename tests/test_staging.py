@@ -1,23 +1,33 @@
-"""The transport of buckets on a device, on a simulated GPU: its waits, its order, its errors."""
+"""The transport of buckets on a device, on a simulated GPU: its waits, its order, its memory."""
 
-import gc
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import simulated_gpu
 import torch
 from replicas import RANK, SIZE, together
 from simulated_gpu import SimulatedRuntime
+from staged_queues import (
+    CPU,
+    PIECE,
+    TIMEOUT,
+    OpenQueue,
+    Queue,
+    check,
+    fill,
+    given,
+    gpu_left_as_found,
+    mean,
+    opening_queues,
+)
 
 from mpiddp import reduction as reduction_module
-from mpiddp import staging, transport
-from mpiddp.device_runtime import DeviceError, Stream
-from mpiddp.engine import Channel, Engine
+from mpiddp import transport
+from mpiddp.device_runtime import Stream
+from mpiddp.engine import Engine
 from mpiddp.memory import DeviceMemory
 from mpiddp.reduction import Reduction
 from mpiddp.staging import StagingTransport
@@ -25,103 +35,17 @@ from mpiddp.staging import StagingTransport
 pytestmark = [pytest.mark.once, pytest.mark.simulated_gpu]
 several = pytest.mark.mpi(min_size=2)
 
-CPU = torch.device("cpu")
-TIMEOUT = 20.0
-# Every mean of `given` is a whole number, exact in any dtype for up to four ranks.
-UNIT = 12
-PIECE = 4096
-
-
-@dataclass
-class Queue:
-    """A channel of device buckets, with what it is made of."""
-
-    gpu: SimulatedRuntime
-    engine: Engine
-    channel: Channel
-
-    def allocate(self, sizes: list[int], tails: list[int] | None = None) -> list[DeviceMemory]:
-        memories = self.channel.allocate(sizes, tails)
-        assert all(isinstance(memory, DeviceMemory) for memory in memories)
-        return memories  # type: ignore[return-value]
-
-    def reduction(self, memory: DeviceMemory, dtype: torch.dtype = torch.float32) -> Reduction:
-        return Reduction(self.channel, memory, dtype, float(SIZE))
-
 
 @pytest.fixture
 def gpu() -> Iterator[SimulatedRuntime]:
-    """Let CPU tensors be on a device, and find everything given back afterwards."""
-    with simulated_gpu.on_cpu_tensors() as runtime:
-        runtime.overlook()
-        unpinned = runtime.counts.unpinned_copies
+    with gpu_left_as_found() as runtime:
         yield runtime
-        # Means that nobody has waited for may still be on their way.
-        deadline = time.perf_counter() + TIMEOUT
-        while runtime.busy and time.perf_counter() < deadline:
-            time.sleep(0.001)
-        staging._forget_kept()  # type: ignore[attr-defined]
-        if runtime.counts.alive != (0, 0, 0, 0):
-            gc.collect()
-        assert runtime.counts.alive == (0, 0, 0, 0)
-        assert runtime.counts.unpinned_copies == unpinned
-
-
-OpenQueue = Callable[..., Queue]
 
 
 @pytest.fixture
 def open_queue(gpu: SimulatedRuntime) -> Iterator[OpenQueue]:
-    """Return a function that opens queues over host transports, closed at the end."""
-    from mpi4py import MPI
-
-    opened: list[Queue] = []
-
-    def make(name: str = "auto", *, threaded: bool = True, piece_bytes: int = PIECE) -> Queue:
-        engine = Engine(threaded=threaded)
-        communicator = MPI.COMM_WORLD.Dup()
-        inner = transport.open_channel(engine, communicator, name)
-        outer = StagingTransport(inner, gpu, CPU, piece_bytes=piece_bytes)
-        opened.append(Queue(gpu, engine, engine.open_channel(outer, communicator)))
-        return opened[-1]
-
-    yield make
-    MPI.COMM_WORLD.Barrier()
-    for queue in opened:
-        if queue.channel.idle:
-            queue.engine.close_channel(queue.channel)
-        queue.engine.stop()
-        queue.channel.transport.free()
-        if queue.channel.communicator != MPI.COMM_NULL:
-            queue.channel.communicator.Free()
-
-
-def given(elements: int, dtype: torch.dtype, rank: int = RANK, step: int = 0) -> torch.Tensor:
-    """Return what a rank has."""
-    return ((torch.arange(elements) % 13 + rank + step) * UNIT).to(dtype)
-
-
-def mean(elements: int, dtype: torch.dtype, step: int = 0) -> torch.Tensor:
-    """Return the mean of what all ranks have, exactly."""
-    total = sum(given(elements, torch.float64, rank, step) for rank in range(SIZE))
-    assert isinstance(total, torch.Tensor)
-    return (total / SIZE).to(dtype)
-
-
-def fill(memory: DeviceMemory, dtype: torch.dtype = torch.float32, step: int = 0) -> None:
-    """Give a bucket and its tail this rank's values."""
-    for part in (memory.buffer, memory.tail):
-        values = part.view(dtype)
-        values.copy_(given(values.numel(), dtype, step=step))
-
-
-def check(memory: DeviceMemory, dtype: torch.dtype = torch.float32, step: int = 0) -> None:
-    """Wait on the default stream, and find the means."""
-    memory.wait_on(0)
-    with together():
-        for part in (memory.buffer, memory.tail):
-            values = part.view(dtype)
-            assert torch.equal(values, mean(values.numel(), dtype, step))
+    with opening_queues(gpu) as make:
+        yield make
 
 
 # Elements of gradients and of tails: none at all, tails only, gradients only, a whole piece and
@@ -495,108 +419,6 @@ class TestMemory:
         for piece_bytes in (0, 100):
             with pytest.raises(ValueError, match="piece_bytes must be a multiple of 64"):
                 StagingTransport(queue.channel.transport.inner, gpu, CPU, piece_bytes=piece_bytes)
-
-
-def error_of(call: Callable[..., Any], *arguments: Any) -> Exception:
-    """Return what a call raises, without the frames, which would keep all that was used."""
-    try:
-        call(*arguments)
-    except Exception as error:
-        return error.with_traceback(None)
-    pytest.fail("nothing was raised")
-
-
-@several
-class TestErrors:
-    """Calls that fail fail on all ranks: what other ranks do then is not of this transport."""
-
-    @pytest.fixture(autouse=True)
-    def _leave_nothing_behind(self, gpu: SimulatedRuntime) -> Iterator[None]:
-        """Let go of the memory that is kept after a failure for good."""
-        yield
-        reduction_module._abandoned.clear()  # type: ignore[attr-defined]
-        staging._kept.clear()  # type: ignore[attr-defined]
-
-    @pytest.mark.parametrize(
-        ("call", "after"),
-        [
-            ("EventRecord", 0),  # filled
-            ("StreamWaitEvent", 0),
-            ("MemcpyAsync", 0),  # to the host
-            ("EventRecord", 1),  # copied
-            ("EventQuery", 0),
-            ("MemcpyAsync", 1),  # to the device
-            ("EventRecord", 2),  # returned
-        ],
-    )
-    def test_of_a_copy_come_out_where_it_is_waited_for(
-        self, gpu: SimulatedRuntime, open_queue: OpenQueue, call: str, after: int
-    ) -> None:
-        queue = open_queue()
-        [memory] = queue.allocate([PIECE])
-        failing = queue.reduction(memory)
-        with gpu.failing(call, 700, after):
-            failing.submit()
-            error = error_of(failing.wait, TIMEOUT)
-        with together():
-            assert isinstance(error, DeviceError)
-            assert (error.code, error.call, error.device) == (700, f"cuda{call}", 0)
-            assert error.rank == RANK
-            assert f"cuda{call} failed on world rank {RANK}, device 0" in str(error)
-        # And whoever comes next.
-        [other] = queue.allocate([PIECE])
-        assert f"cuda{call} failed" in str(error_of(queue.reduction(other).submit))
-        assert not queue.channel.idle
-
-    def test_of_the_device_that_is_gone(self, gpu: SimulatedRuntime, open_queue: OpenQueue) -> None:
-        gpu.set_devices(2)
-        gpu.device_index = 1
-        queue = open_queue()
-        [memory] = queue.allocate([PIECE])
-        failing = queue.reduction(memory)
-        gpu.set_devices(1)
-        failing.submit()
-        error = error_of(failing.wait, TIMEOUT)
-        assert "cudaSetDevice failed" in str(error)
-        assert "device 1: cudaErrorInvalidDevice" in str(error)
-
-    @pytest.mark.parametrize("call", ["HostRegister", "EventCreateWithFlags"])
-    def test_of_memory(self, gpu: SimulatedRuntime, open_queue: OpenQueue, call: str) -> None:
-        queue = open_queue("mpi")
-        with gpu.failing(call, 2, 0):
-            error = error_of(queue.allocate, [PIECE, 3 * PIECE])
-        assert isinstance(error, DeviceError)
-        assert error.call == f"cuda{call}"
-        assert f"world rank {RANK}, device 0: cudaErrorMemoryAllocation (2)" in str(error)
-        assert gpu.counts.events == gpu.counts.registrations == 0
-
-    def test_of_streams(self, gpu: SimulatedRuntime) -> None:
-        from mpi4py import MPI
-
-        engine, communicator = Engine(), MPI.COMM_WORLD.Dup()
-        with gpu.failing("StreamCreateWithFlags", 2, 1):
-            error = error_of(transport.open_channel, engine, communicator, "mpi", CPU)
-        assert isinstance(error, DeviceError)
-        engine.stop()
-        communicator.Free()
-
-    def test_of_the_transport_below(self, open_queue: OpenQueue) -> None:
-        """MPI's own error, with its text, comes out of the outer channel."""
-        from mpi4py import MPI
-
-        from mpiddp.errors import MPIError
-
-        if MPI.get_vendor()[0] != "MPICH":
-            pytest.skip("Open MPI crashes when a freed communicator is used")
-        queue = open_queue("mpi")
-        queue.channel.communicator.Set_errhandler(MPI.ERRORS_RETURN)
-        [memory] = queue.allocate([PIECE])
-        failing = queue.reduction(memory)
-        queue.channel.communicator.Free()
-        failing.submit()
-        error = error_of(failing.wait, TIMEOUT)
-        assert isinstance(error, MPIError)
-        assert "MPI_Iallreduce failed" in str(error)
 
 
 def test_world_of_one(gpu: SimulatedRuntime) -> None:
