@@ -18,13 +18,13 @@ from staged_queues import (
     Queue,
     check,
     fill,
+    forget_failures,
     given,
     gpu_left_as_found,
     mean,
     opening_queues,
 )
 
-from mpiddp import reduction as reduction_module
 from mpiddp import transport
 from mpiddp.device_runtime import Stream
 from mpiddp.engine import Engine
@@ -376,7 +376,7 @@ class TestMemory:
         while not queue.channel.idle:
             assert time.perf_counter() < deadline
             time.sleep(0.001)
-        reduction_module._abandoned.clear()  # type: ignore[attr-defined]
+        forget_failures()
 
     def test_is_unpinned_with_its_transport(self, gpu: SimulatedRuntime) -> None:
         from mpi4py import MPI

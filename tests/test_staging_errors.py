@@ -6,10 +6,17 @@ from typing import Any
 import pytest
 from replicas import RANK, together
 from simulated_gpu import SimulatedRuntime
-from staged_queues import CPU, PIECE, TIMEOUT, OpenQueue, gpu_left_as_found, opening_queues
+from staged_queues import (
+    CPU,
+    PIECE,
+    TIMEOUT,
+    OpenQueue,
+    forget_failures,
+    gpu_left_as_found,
+    opening_queues,
+)
 
-from mpiddp import reduction as reduction_module
-from mpiddp import staging, transport
+from mpiddp import transport
 from mpiddp.device_runtime import DeviceError
 from mpiddp.engine import Engine
 
@@ -43,10 +50,8 @@ class TestErrors:
 
     @pytest.fixture(autouse=True)
     def _leave_nothing_behind(self, gpu: SimulatedRuntime) -> Iterator[None]:
-        """Let go of the memory that is kept after a failure for good."""
         yield
-        reduction_module._abandoned.clear()  # type: ignore[attr-defined]
-        staging._kept.clear()  # type: ignore[attr-defined]
+        forget_failures()
 
     @pytest.mark.parametrize(
         ("call", "after"),

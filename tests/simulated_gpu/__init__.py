@@ -130,6 +130,7 @@ class SimulatedRuntime(Runtime):
 
     def overlook(self) -> None:
         """Leave what other tests keep alive now, the world's queues say, out of all counts."""
+        self._before = Counts()
         if any(self.counts.alive):
             gc.collect()
             self._c.simulatedCounts(ctypes.byref(self._before))
