@@ -72,6 +72,7 @@ def test_exposed_time_is_not_far_off(tmp_path: Path) -> None:
     assert f"{model}, 2 ranks" in report
 
 
+@pytest.mark.slow
 def test_collectives_agree_and_none_is_far_slower_than_gloo(tmp_path: Path) -> None:
     printed, written = measure(
         "collectives.py", 2, tmp_path / "results.json", "--seconds", 5, "--sizes", 8, 1 << 20

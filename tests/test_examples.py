@@ -45,6 +45,7 @@ def held_out_bits(stdout: str) -> tuple[float, float]:
     return float(bits[1]), float(bits[2])
 
 
+@pytest.mark.once
 @pytest.mark.timeout(120)
 def test_train_reaches_98_percent() -> None:
     stdout, _ = run_example("train.py", 2)
@@ -75,9 +76,9 @@ def test_train_resumes_with_the_same_bits(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["digits.pt"]
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("n", [1, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [1, 16])
 def test_train_on_other_numbers_of_ranks(n: int) -> None:
     stdout, _ = run_example("train.py", n, "--epochs", 1, "--batch-size", 128)
     assert f"world: {n} ranks on 1 nodes" in stdout

@@ -97,7 +97,13 @@ OCCUPATIONS = {
 }
 
 
-@pytest.mark.parametrize("occupation", OCCUPATIONS.values(), ids=OCCUPATIONS.keys())
+@pytest.mark.parametrize(
+    "occupation",
+    [
+        pytest.param(code, id=name, marks=[pytest.mark.once] * (name == "sleeping"))
+        for name, code in OCCUPATIONS.items()
+    ],
+)
 def test_exception_ends_the_job_while_others_are(tmp_path: Path, occupation: str) -> None:
     job = run(
         tmp_path,
@@ -305,7 +311,7 @@ else:
     "waiting",
     [
         "wrapped(torch.ones(2, 4)).sum().backward()",
-        pytest.param("dist.barrier()", marks=pytest.mark.once),
+        pytest.param("dist.barrier()", marks=pytest.mark.slow),
     ],
 )
 def test_keyboard_interrupt_ends_the_wait_for_a_missing_rank(tmp_path: Path, waiting: str) -> None:

@@ -85,7 +85,7 @@ def test_expected_failure():
     assert launched.status == 0
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.once), 1])
 def test_failure_on_one_rank_ends_the_job(tmp_path, rank):
     source = f"""
 @mpi(min_size=2)

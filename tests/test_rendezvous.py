@@ -225,7 +225,13 @@ ENDINGS = {
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS.keys())
+@pytest.mark.parametrize(
+    "ending",
+    [
+        pytest.param(code, id=name, marks=[pytest.mark.slow] * (name == "by torch and by us"))
+        for name, code in ENDINGS.items()
+    ],
+)
 def test_end(tmp_path: Path, ending: str) -> None:
     done = launch(
         tmp_path,
@@ -271,7 +277,13 @@ def test_begin_again_after_torchs_own_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("ending", ["", "mpiddp.destroy_process_group()"], ids=["exit", "destroy"])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        pytest.param("", id="exit"),
+        pytest.param("mpiddp.destroy_process_group()", id="destroy", marks=pytest.mark.slow),
+    ],
+)
 def test_mpi4py_told_not_to_initialise(tmp_path: Path, ending: str) -> None:
     done = launch(
         tmp_path,

@@ -136,7 +136,13 @@ def test_what_scripts_hold_of_torch() -> None:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("kind", ["script", "module", "package", "folder", "archive"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("script", "module", "package"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("folder", "archive")),
+    ],
+)
 def test_as_python_itself_runs_it(tmp_path: Path, kind: str) -> None:
     """What the program sees is the same with and without `-m mpiddp`."""
     source = (SCRIPTS / "seen.py").read_text()
@@ -237,7 +243,11 @@ ENDINGS = {
 
 @pytest.mark.parametrize(
     "how",
-    [pytest.param(how, marks=[pytest.mark.once] * (how == "words")) for how in ENDINGS],
+    [
+        *("raise", "number", "SIGTERM"),
+        *(pytest.param(how, marks=pytest.mark.once) for how in ("raise before init", "SIGINT")),
+        pytest.param("words", marks=pytest.mark.slow),
+    ],
 )
 def test_rank_that_ends_ends_the_job(tmp_path: Path, how: str) -> None:
     status, said = ENDINGS[how]
