@@ -139,6 +139,6 @@ def test_this_mpi_was_built_without_cuda() -> None:
 
     for prefix in ("cuda", "hip"):
         answers = ask_library(prefix)
-        assert answers
-        if not any(answers.values()):
+        assert answers or prefix == "hip"  # Open MPI 4 cannot be asked about ROCm
+        if answers and not any(answers.values()):
             assert worth_trying(identify(linked_version()), prefix, answers)[0] == ()
