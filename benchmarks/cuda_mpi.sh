@@ -14,12 +14,11 @@
 # CUDA_ARCHITECTURE is that of the GPU (`nvidia-smi --query-gpu=compute_cap --format=csv`, without
 # the point): MPICH's kernels for data types are compiled for that one alone, and only those for
 # types that are not nested. All of them would take nvcc 20 minutes of one core, these take five.
+# Leave CUDA where it is: libmpi looks for libcudart there.
 #
-# How far it has been run: not from end to end, and nothing that it builds has been run at all.
-# Its commands for MPICH 4.0.2 and CUDA 13.0, one by one: archives fetched, sources prepared,
-# configured ("gpu support : CUDA"), MPL, 269 of yaksa's 279 files of kernels and what uses CUDA in
-# libfabric and in MPICH itself compiled. Not the rest of MPICH, and libmpi was not linked. openmpi:
-# the archive is fetched, no more.
+# How far it has been run: both to their ends, with the compiler and headers of CUDA 13.0 from PyPI
+# (nvidia-cuda-nvcc, -crt, -runtime, -cccl, nvidia-nvvm) and without a GPU; benchmarks/README.md has
+# times, and what was run on them. Nothing has been on a GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -68,13 +67,14 @@ if [ ! -f "$WORK/$mpi/configure" ]; then
     mv "$WORK/$mpi.new" "$WORK/$mpi"
 fi
 
-# MPICH links libcuda, which comes with the driver. One with the two functions that it looks for
-# stands in for it while MPICH is built; the driver's own has the same name.
+# MPICH links libcuda, which comes with the driver. One with the functions that it looks for stands
+# in for it while MPICH is built; the driver's own has the same name.
 make_driver_library() {
     mkdir -p "$WORK/driver"
     cat >"$WORK/driver/cuda.c" <<'END'
 int cuMemGetAddressRange(void) { return 100; }
 int cuMemGetAddressRange_v2(void) { return 100; }
+int cuPointerGetAttribute(void) { return 100; }
 END
     "${CC:-cc}" -shared -fPIC -Wl,-soname,libcuda.so.1 \
         -o "$WORK/driver/libcuda.so.1" "$WORK/driver/cuda.c"
@@ -94,8 +94,12 @@ prepare_mpich() {
     done
     tar -xf lists.tar
     local kinds='(hvector|blkhindx|hindexed|contig|resized)'
-    find modules/yaksa/src/backend/cuda/pup -regextype posix-extended \
-        -regex ".*_pup_${kinds}_${kinds}_.*\.cu" -exec truncate -s 0 {} +
+    find modules/yaksa/src/backend/{seq,cuda}/pup -regextype posix-extended \
+        -regex ".*_pup_${kinds}_${kinds}_.*\.cu?" -exec truncate -s 0 {} +
+    # Their tables name them all the same; without a kernel yaksa copies piece by piece.
+    find modules/yaksa/src/backend/{seq,cuda}/pup -regextype posix-extended \
+        -regex ".*_populate_pupfns_${kinds}_${kinds}\.c" \
+        -exec sed -i -E 's/(seq|cuda)->(pack|unpack|name) = .*;/;/' {} +
     # Each kernel once, and not again for a static library; without a libtool on PATH.
     # shellcheck disable=SC2016
     sed -i 's|^CMD="${@} -o $NPIC_FILEPATH"|CMD="cp $PIC_FILEPATH $NPIC_FILEPATH"|
@@ -119,7 +123,7 @@ configure_mpich() {
     ./configure --prefix="$prefix" --with-device=ch4:ofi --with-libfabric=embedded \
         --with-hwloc=embedded --enable-tcp --enable-rxm "${providers[@]}" \
         --with-cuda="$CUDA" --with-cuda-sm="$CUDA_ARCHITECTURE" \
-        --disable-fortran --disable-cxx --disable-romio --disable-static --disable-doc \
+        --disable-fortran --disable-cxx --disable-static --disable-doc \
         CFLAGS=-O2 LDFLAGS="-L$WORK/driver -L$CUDA/lib64 -Wl,-rpath,$CUDA/lib64"
 }
 
@@ -145,5 +149,6 @@ make -j "$JOBS" install
 
 # What can be said without a GPU.
 symbol=MPIX_Query_cuda_support
-nm -D --defined-only "$prefix/lib/libmpi.so" | grep -q " [TW] $symbol\$" || die "no $symbol in libmpi"
+[[ "$(nm -D --defined-only "$prefix/lib/libmpi.so")" =~ " "[TW]" "$symbol($|[[:space:]]) ]] ||
+    die "no $symbol in libmpi"
 echo "cuda_mpi.sh: $mpi with CUDA is in $prefix"
