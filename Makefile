@@ -55,7 +55,7 @@ help:
 	@echo 'make lint     check the code with ruff, mypy and cython-lint'
 	@echo 'make build    compile and install mpiddp into the environment'
 	@echo 'make bench    measure beside the alternatives (about 10 minutes, on a machine at rest)'
-	@echo 'make bench-quick  the same in 2 minutes; bench-16: 16 ranks; bench-hosts: between hosts'
+	@echo 'make bench-quick  the same in 4 minutes; bench-16: 16 ranks; bench-hosts: between hosts'
 	@echo 'make bench-collectives  each collective beside Gloo and MPI, 10 minutes (ARGS=--quick: 1.5)'
 	@echo 'make clean    remove what was built; the environments stay'
 	@echo

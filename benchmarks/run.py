@@ -107,7 +107,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="about 2 minutes instead of 10")
+    parser.add_argument("--quick", action="store_true", help="about 4 minutes instead of 10")
     parser.add_argument("--sixteen", action="store_true", help="16 ranks, nothing else")
     parser.add_argument(
         "--collectives", action="store_true", help="torch.distributed's collectives, nothing else"

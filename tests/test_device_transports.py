@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import gpus
 import pytest
@@ -194,19 +195,24 @@ def test_channels(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     communicator.Free()
 
 
+def require_skips(match: str) -> Any:
+    """Expect that `gpus.require` skips, and says this."""
+    return pytest.raises(pytest.skip.Exception, match=match)  # the skip is what is tested
+
+
 def test_what_is_skipped_on_a_real_gpu_and_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """`gpus.require` hides nothing: an MPI that says that it can must be able to."""
     Trials(monkeypatch, device="", ring="it ended with signal 11")
     said = {"MPIX_Query_cuda_support": False}
     monkeypatch.setattr("mpiddp.device_support.ask_library", lambda prefix: said)
-    with together(), pytest.raises(pytest.skip.Exception, match=r"not tried: .*without CUDA"):
+    with together(), require_skips(match=r"not tried: .*without CUDA"):
         gpus.require("ring", CPU)
     believe(monkeypatch, ("ring",), "no reductions")
-    with together(), pytest.raises(pytest.skip.Exception, match="'device' is not tried: no reduc"):
+    with together(), require_skips(match="'device' is not tried: no reduc"):
         gpus.require("device", CPU)
     believe(monkeypatch, *KNOWN)
     gpus.require("device", CPU)
-    with together(), pytest.raises(pytest.skip.Exception, match=r"'ring' failed: .*signal 11"):
+    with together(), require_skips(match=r"'ring' failed: .*signal 11"):
         gpus.require("ring", CPU)
     said["MPIX_Query_cuda_support"] = True
     with together(), pytest.raises(pytest.fail.Exception, match=r"says that .*signal 11"):
