@@ -8,10 +8,16 @@ cdef enum:
     MISSED = -1
 
 
+cdef bint same_layout(tensor, view) except -1
+cdef bint is_at(tensor, view) except -1
+cdef bint overlaps(tensor, view) except -1
+
+
 cdef class Bucket:
     cdef readonly Py_ssize_t index
     cdef readonly tuple parameter_indices
     cdef readonly list views
+    cdef list tensors               # that gradients are set to, by `tensor_at`
     cdef readonly object buffer
     cdef readonly BucketMemory memory
     cdef readonly Channel channel       # the queue that it is submitted to
@@ -29,6 +35,7 @@ cdef class Bucket:
     cdef char *flags                # the tail, see Note [Flags behind the gradients]
     cdef Py_ssize_t flag_count
 
+    cdef object tensor_at(self, Py_ssize_t position)
     cdef int narrow(self, char *view, const char *gradient, size_t bytes_) except -1
     cdef int widen(self, char *gradient, const char *view, size_t bytes_) except -1
     cdef int fill_from_staging(self) except -1

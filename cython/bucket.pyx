@@ -27,6 +27,14 @@ the mean is there. The flags are where the engine reduces them in both cases.
 Other dtypes travel as they are: 16-bit ones have nothing to gain, and complex ones
 have no 16-bit dtype that is supported and wide enough.
 
+Note [Gradients that are views]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+`.grad` is the user's: its data may be rebound (`p.grad.data = ...`, `module.to(...)`), and its
+storage moved elsewhere (`module.share_memory()`) or resized, while it stays the same tensor. So
+`views` never leave the reducer. What `.grad` is set to is another tensor of the same memory, with a
+storage of its own, and is looked at before it is used again (`tensor_at`): if it has left its
+place, a new one is made. A gradient is taken for a view only where it is, not for what it was.
+
 Note [Hooks in Python]
 ~~~~~~~~~~~~~~~~~~~~~~
 With a communication hook in Python the hook moves the gradients, and the engine only the
@@ -79,6 +87,34 @@ def _view_like(buffer, Py_ssize_t offset, parameter):
     if stride == parameter.stride():
         return buffer.as_strided(size, stride, buffer.storage_offset() + offset)
     return buffer.narrow(0, offset, parameter.numel()).view(size)
+
+
+cdef bint same_layout(tensor, view) except -1:
+    """Whether a tensor has the shape of `view`, and its elements at the same offsets."""
+    if tensor.shape != view.shape:
+        return False
+    for size, ours, theirs in zip(view.size(), view.stride(), tensor.stride()):
+        if size != 1 and ours != theirs:
+            return False
+    return True
+
+
+cdef bint is_at(tensor, view) except -1:
+    """Whether what is written to `view` is what a tensor holds."""
+    return (
+        tensor.data_ptr() == view.data_ptr() and tensor.dtype is view.dtype
+        and same_layout(tensor, view) and not tensor.is_neg() and not tensor.is_conj()
+    )
+
+
+cdef bint overlaps(tensor, view) except -1:
+    """Whether a tensor may have memory in common with `view`, which is dense."""
+    cdef size_t start = view.data_ptr(), end = start + view.nbytes, other
+    if tensor.data_ptr() == 0:
+        return False        # zeros that torch has not written out
+    storage = tensor.untyped_storage()
+    other = storage.data_ptr()
+    return other < end and start < other + <size_t>storage.nbytes()
 
 
 def wire_dtype(dtype, compression=None):
@@ -154,6 +190,7 @@ cdef class Bucket:
         self.channel = channel
         self.dtype = parameters[0].dtype if dtype is None else dtype
         self.views = []
+        self.tensors = [None] * len(parameters)
         self.work.done = 1
         if sparse:
             return
@@ -200,6 +237,22 @@ cdef class Bucket:
         if self.staging is not None:
             return self.staging
         return self.buffer.narrow(0, 0, sum([view.numel() for view in self.views]))
+
+    cdef object tensor_at(self, Py_ssize_t position):
+        """Return what a gradient is set to, see Note [Gradients that are views]."""
+        view, tensor = self.views[position], self.tensors[position]
+        if tensor is not None and is_at(tensor, view):
+            return tensor
+        if self.on_device or self.flags_only or not view.numel():
+            # Hooks in Python resize the storage, and nothing may outlive what it then frees.
+            tensor = view.data
+        else:
+            start = view.storage_offset() * view.itemsize
+            memory = view.untyped_storage()[start:start + view.nbytes]
+            tensor = torch.empty(0, dtype=view.dtype, device=view.device)
+            tensor.set_(memory, 0, view.size(), view.stride())
+        self.tensors[position] = tensor
+        return tensor
 
     cdef int narrow(self, char *view, const char *gradient, size_t bytes_) except -1:
         """Convert a gradient into its view of `bytes_`, where the bucket `converts`."""

@@ -21,7 +21,7 @@ cdef class DeviceBucket(Bucket):
     cdef int gather(self, Py_ssize_t position, object gradient) except -1
     cdef int clear(self, Py_ssize_t position) except -1
     cdef int receive(self) except -1
-    cdef int write_out(self, list gradients) except -1
+    cdef int write_out(self, list parameters) except -1
     cdef int forget(self) except -1
     cdef int note_stream(self) except -1
     cdef int flush(self, size_t stream) except -1

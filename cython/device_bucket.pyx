@@ -35,7 +35,7 @@ from libc.string cimport memset
 
 import torch
 
-from mpiddp.bucket cimport Bucket
+from mpiddp.bucket cimport Bucket, is_at, overlaps
 from mpiddp.device_runtime cimport Event, check_device, enter_device, leave_device
 from mpiddp.memory cimport DeviceMemory
 
@@ -100,8 +100,10 @@ cdef class DeviceBucket(Bucket):
         """Note a gradient that is to come into the bucket, if it does not lie there."""
         view = self.views[position]
         self.note_stream()
-        if gradient.data_ptr() == view.data_ptr() and view.numel():
+        if view.numel() and is_at(gradient, view):
             return 0
+        if overlaps(gradient, view):
+            gradient = gradient.clone()     # in another order of elements
         self.gathered.append(gradient)
         self.positions.append(position)
         self.gathered_bytes += gradient.nbytes
@@ -176,13 +178,16 @@ cdef class DeviceBucket(Bucket):
                 self.staging.copy_(self.buffer)
         return 0
 
-    cdef int write_out(self, list gradients) except -1:
-        """Copy the means to `gradients`, one a position; None is left out."""
-        present = [position for position, gradient in enumerate(gradients) if gradient is not None]
-        copy_all(
-            [gradients[position] for position in present],
-            [self.views[position] for position in present],
-        )
+    cdef int write_out(self, list parameters) except -1:
+        """Copy the means to the gradients of all parameters; one that has none gets a new one."""
+        gradients, views = [], []
+        for parameter, view in zip(parameters, self.views):
+            if parameter.grad is None:
+                parameter.grad = view.to(self.dtype, copy=True)
+            else:
+                gradients.append(parameter.grad)
+                views.append(view)
+        copy_all(gradients, views)
         return 0
 
     cdef int flush(self, size_t stream) except -1:
@@ -207,7 +212,7 @@ cdef class DeviceBucket(Bucket):
                 torch._foreach_zero_([self.views[position] for position in cleared])
         if self.gradients_are_views:
             for position in positions:
-                self.parameters[position].grad = self.views[position]
+                self.parameters[position].grad = self.tensor_at(position)
         return 0
 
     cdef int order(self, size_t before, size_t after) except -1:

@@ -10,7 +10,7 @@ there, before they come to this backward. Until `finish`, the engine goes on whi
 waits in the process group.
 """
 
-from mpiddp.bucket cimport INCOMPLETE, MISSED, Bucket
+from mpiddp.bucket cimport INCOMPLETE, MISSED, Bucket, overlaps
 from mpiddp.reducer cimport Reducer
 from mpiddp import sparse_gradients
 
@@ -62,9 +62,10 @@ cdef _move_gradients_out(Reducer reducer, Bucket bucket):
     At once, for an optimizer in the same Join steps before this backward is over. The next
     backward of this rank makes them views again.
     """
-    for index, view in zip(bucket.parameter_indices, bucket.views):
+    memory = bucket.gradients
+    for index in bucket.parameter_indices:
         parameter = reducer.parameters[index]
-        if parameter.grad is not None and parameter.grad.data_ptr() == view.data_ptr():
+        if parameter.grad is not None and overlaps(parameter.grad, memory):
             parameter.grad = parameter.grad.clone()
 
 

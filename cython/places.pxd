@@ -12,16 +12,18 @@ cdef struct Place:
     char *address           # of the view in the bucket
     size_t bytes
     Layout layout
+    bint readable           # whether a gradient that is like it is known without Python
     bint within_reach       # whether `bring_plain` may be tried
     int dtype               # torch's number of it, if so
 
 
 cdef int find_place(Place *place, Bucket bucket, Py_ssize_t position) except -1
-cdef char *copy_to_place(
-    Place *place, Bucket bucket, Py_ssize_t position, object gradient) except? NULL
-cdef int copy_from_place(
-    Place *place, Bucket bucket, Py_ssize_t position, char *address, object gradient
+cdef bint copy_to_place(
+    Place *place, Bucket bucket, Py_ssize_t position, object gradient) except -1
+cdef int write_gradient(
+    Place *place, Bucket bucket, Py_ssize_t position, object parameter) except -1
+cdef bint is_in_place(
+    Place *place, Bucket bucket, Py_ssize_t position, object parameter) except -1
+cdef bint bring_plain(
+    Place *place, Bucket bucket, Py_ssize_t position, object parameter, bint becomes_view
 ) except -1
-cdef char *bring_plain(
-    Place *place, Bucket bucket, Py_ssize_t position, object parameter, void **held
-) except? NULL

@@ -4,17 +4,16 @@ Where a gradient and its place have their elements in the same order, it is a co
 memory, converting if the bucket does; else torch copies.
 """
 
-from libc.string cimport memcpy
+from libc.string cimport memmove
 
 import torch
 
-from mpiddp.bucket cimport Bucket
+from mpiddp.bucket cimport Bucket, is_at, overlaps, same_layout
 from mpiddp.torch_tensors cimport (
     dtype_code,
     gradients_are_within_reach,
-    hold_gradient,
-    let_go,
     plain_gradient,
+    plain_tensor,
     point_gradient,
 )
 
@@ -36,89 +35,125 @@ cdef int find_place(Place *place, Bucket bucket, Py_ssize_t position) except -1:
         place.layout = LAYOUT_CONTIGUOUS
     else:
         place.layout = LAYOUT_STRIDED
-    place.within_reach = (
+    place.readable = (
         gradients_are_within_reach() and place.layout != LAYOUT_GENERAL
-        and place.bytes and not bucket.converts and not bucket.on_device
+        and place.bytes and not bucket.converts
     )
+    place.within_reach = place.readable and not bucket.on_device
     place.dtype = dtype_code(view)
     return 0
 
 
-cdef char *copy_to_place(
-    Place *place, Bucket bucket, Py_ssize_t position, object gradient
-) except? NULL:
-    """Copy a gradient to its place; return the address that `copy_from_place` wants.
-
-    That is the place's own where the gradient lies there already.
-    """
-    cdef char *address = <char *><size_t>gradient.data_ptr()
-    cdef bint plain
-    if address == place.address and place.bytes:
-        return address
-    if address == NULL:
-        plain = False           # zeros that torch has not written out
-    elif place.layout == LAYOUT_CONTIGUOUS:
+cdef char *_address_of(Place *place, Bucket bucket, view, gradient) except? NULL:
+    """Return where a gradient's elements are if they lie as in its place, else NULL."""
+    cdef char *address = <char *><size_t>gradient.data_ptr()    # NULL: zeros not written out
+    cdef bint plain = False
+    if gradient.dtype is not bucket.dtype or gradient.shape != view.shape:
+        return NULL
+    if place.layout == LAYOUT_CONTIGUOUS:
         plain = gradient.is_contiguous()
     elif place.layout == LAYOUT_STRIDED:
-        plain = _same_layout(gradient, bucket.views[position])
-    else:
-        plain = False
-    if not plain or gradient.is_neg():     # a negation that torch has put off
-        with torch.no_grad():
-            bucket.views[position].copy_(gradient)
-        return NULL
-    if bucket.converts:
-        bucket.narrow(place.address, address, place.bytes)
-    else:
-        _copy(place.address, address, place.bytes)
-    return address
+        plain = same_layout(gradient, view)
+    # A negation that torch has put off.
+    return address if plain and not gradient.is_neg() else NULL
 
 
-cdef int copy_from_place(
-    Place *place, Bucket bucket, Py_ssize_t position, char *address, object gradient
+cdef bint copy_to_place(
+    Place *place, Bucket bucket, Py_ssize_t position, object gradient
 ) except -1:
-    """Copy what is in the place to `gradient`, by its `address` if it is not NULL."""
-    if address == NULL:
+    """Copy a gradient to its place, and return False; or True where it lies there already."""
+    view = bucket.views[position]
+    cdef char *address = _address_of(place, bucket, view, gradient)
+    if address != NULL and bucket.converts:
+        bucket.narrow(place.address, address, place.bytes)
+    elif address != NULL and view.dtype is bucket.dtype:
+        if address == place.address:
+            return True
+        _copy(place.address, address, place.bytes)
+    elif place.bytes and is_at(gradient, view):
+        return True
+    else:
         with torch.no_grad():
-            gradient.copy_(bucket.views[position])
-    elif bucket.converts:
+            view.copy_(gradient.clone() if overlaps(gradient, view) else gradient)
+    return False
+
+
+cdef int write_gradient(
+    Place *place, Bucket bucket, Py_ssize_t position, object parameter
+) except -1:
+    """Copy what is in the place to the gradient of `parameter`, a new one if it has none.
+
+    To what is its gradient now: it may be another tensor than the one that was taken, or the
+    same one with other memory.
+    """
+    cdef char *address = NULL
+    view = bucket.views[position]
+    if place.within_reach:
+        address = plain_gradient(
+            parameter, view, place.dtype, place.layout == LAYOUT_CONTIGUOUS)
+    if address == NULL:
+        gradient = parameter.grad
+        if gradient is None:
+            parameter.grad = view.to(bucket.dtype, copy=True)
+            return 0
+        if view.dtype is bucket.dtype or bucket.converts:
+            address = _address_of(place, bucket, view, gradient)
+        if address == NULL:
+            with torch.no_grad():
+                gradient.copy_(view)
+            return 0
+    if bucket.converts:
         bucket.widen(address, place.address, place.bytes)
     else:
         _copy(address, place.address, place.bytes)
     return 0
 
 
-cdef char *bring_plain(
-    Place *place, Bucket bucket, Py_ssize_t position, object parameter, void **held
-) except? NULL:
+cdef bint is_in_place(
+    Place *place, Bucket bucket, Py_ssize_t position, object parameter
+) except -1:
+    """Whether the gradient of `parameter` is the memory of its place."""
+    view = bucket.views[position]
+    if place.bytes == 0:
+        return True
+    if place.readable:
+        return place.address == plain_gradient(
+            parameter, view, place.dtype, place.layout == LAYOUT_CONTIGUOUS)
+    gradient = parameter.grad
+    return gradient is not None and is_at(gradient, view)
+
+
+cdef bint bring_plain(
+    Place *place, Bucket bucket, Py_ssize_t position, object parameter, bint becomes_view
+) except -1:
     """Copy the gradient of `parameter` to its place, see Note [Gradients without Python objects].
 
-    If `held` is NULL, ``parameter.grad`` is the view there afterwards, else `held` keeps the
-    gradient until `let_go`.
+    If it `becomes_view`, ``parameter.grad`` is the memory there afterwards.
 
     Returns:
-        What `copy_to_place` does; NULL if nothing was done and Python must look.
+        False if nothing was done and Python must look.
     """
+    cdef bint contiguous = place.layout == LAYOUT_CONTIGUOUS
     view = bucket.views[position]
-    cdef char *address = plain_gradient(
-        parameter, view, place.dtype, place.layout == LAYOUT_CONTIGUOUS)
+    cdef char *address = plain_gradient(parameter, view, place.dtype, contiguous)
     if address == NULL or address == place.address:
-        return address
-    if held != NULL:
-        let_go(held)
-        held[0] = hold_gradient(parameter)
+        return address != NULL
     _copy(place.address, address, place.bytes)
-    if held == NULL:
-        point_gradient(parameter, view)
-    return address
+    if becomes_view:
+        tensor = bucket.tensors[position]
+        if tensor is None or plain_tensor(tensor, view, place.dtype, contiguous) != place.address:
+            tensor = bucket.tensor_at(position)
+        point_gradient(parameter, tensor)
+    return True
 
 
 cdef int _copy(char *to, const char *from_, size_t bytes_) except -1:
+    # A gradient that the user has set may overlap its place.
     if bytes_ < RELEASE_GIL_BYTES:
-        memcpy(to, from_, bytes_)
+        memmove(to, from_, bytes_)
     else:
         with nogil:
-            memcpy(to, from_, bytes_)
+            memmove(to, from_, bytes_)
     return 0
 
 
@@ -131,17 +166,9 @@ def views_by_parameter(buckets):
     }
 
 
-def move_gradient(parameter, old_view, view):
+def move_gradient(parameter, old_view, Bucket bucket not None, Py_ssize_t position):
     """Point a gradient that lives in `old_view` to its new place. Not collective."""
-    if parameter.grad is not None and parameter.grad.data_ptr() == old_view.data_ptr():
+    if parameter.grad is not None and is_at(parameter.grad, old_view):
         with torch.no_grad():
-            view.copy_(parameter.grad)
-        parameter.grad = view
-
-
-def _same_layout(gradient, view):
-    """Whether two tensors of one shape have their elements at the same offsets."""
-    for size, ours, theirs in zip(view.size(), view.stride(), gradient.stride()):
-        if size != 1 and ours != theirs:
-            return False
-    return True
+            bucket.views[position].copy_(parameter.grad)
+        parameter.grad = bucket.tensor_at(position)

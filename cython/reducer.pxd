@@ -7,8 +7,6 @@ from mpiddp.places cimport Place
 
 cdef struct ParameterState:
     Place place             # in its bucket; none where gradients are sparse
-    char *gradient          # address to write the mean back to, NULL: through torch
-    void *held              # keeps it, where `gradients` does not
     Py_ssize_t bucket
     Py_ssize_t position     # in its bucket
     int expected            # how often its hook runs in a backward, see static_graph.pyx
@@ -37,8 +35,6 @@ cdef class Reducer:
     cdef readonly Channel channel           # of the first parameter's device
     cdef readonly object mixed_precision
     cdef ParameterState *states
-    cdef Py_ssize_t state_count
-    cdef list gradients             # what .grad was when the hook copied from it
     cdef readonly list expect_sparse
     cdef bint has_sparse
     cdef list hooks
@@ -56,6 +52,7 @@ cdef class Reducer:
     cdef list before                # .grad and its version at the end of forward
     cdef readonly list missing               # parameters that got no gradient in the last backward
     cdef Py_ssize_t next_bucket
+    cdef list late                  # parameters whose gradient is taken at the end of backward
     cdef bint launching             # some thread is at it
     cdef readonly Py_ssize_t ready
     cdef readonly bint expecting             # a forward asked for gradients to be reduced
@@ -73,7 +70,8 @@ cdef class Reducer:
 
     cdef _register_hook(self, Py_ssize_t index)
     cdef _reset_counting(self)
-    cdef int parameter_ready(self, Py_ssize_t index, object parameter) except -1
+    cdef int parameter_ready(self, Py_ssize_t index, object parameter, bint last) except -1
+    cdef int take_late(self) except -1
     cdef int contribute_old(self, Py_ssize_t index, object parameter, object gradient) except -1
     cdef int copy_in(self, Py_ssize_t index, object parameter, object gradient) except -1
     cdef int count_hook(self, Py_ssize_t index) except -1
@@ -85,6 +83,7 @@ cdef class Reducer:
     cdef int note_hook(self, Py_ssize_t index, object parameter) except -1
     cdef int launch_full_buckets(self) except -1
     cdef int copy_out(self, Py_ssize_t index) except -1
+    cdef int check_view(self, Py_ssize_t index) except -1
     cdef int wait_for(self, Bucket bucket) except -1
     cpdef int set_divisor(self, double divisor) except -1
     cdef _after_reduction(self)
@@ -93,3 +92,8 @@ cdef class Reducer:
 cdef class ParameterHook:
     cdef PyObject *reducer          # borrowed: the reducer clears it when it goes
     cdef Py_ssize_t index
+    cdef object hooks               # all hooks of the parameter: a dictionary, by number
+    cdef object key                 # the number of this one
+
+    cdef bint is_last(self) except -1
+    cdef int move_to_end(self) except -1

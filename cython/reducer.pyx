@@ -16,12 +16,21 @@ In a backward nested in another one (reentrant checkpointing) the callback belon
 to the inner task and comes too early unless all parameters are ready; it then
 leaves the work to the callback that the next hook queues.
 
+Note [Hooks of the user]
+~~~~~~~~~~~~~~~~~~~~~~~~
+Other hooks of a parameter may change its gradient, and what they leave is averaged. So ours is
+kept the last one in the parameter's dictionary, which autograd reads as it is when the gradient is
+there. Hooks may be added at any time: whether ours is the last is seen again before each
+backward and, for what is added after that, in the hook itself. Where it is not, it moves to the end,
+and this once the gradient is taken at the end of backward.
+
 Note [Skipped buckets]
 ~~~~~~~~~~~~~~~~~~~~~~
 With `skip_unused`, buckets that no rank used in the first reduction are never launched again: the
 same flags tell all ranks. Using one later is an error, where torch's class would hang.
 """
 
+from cpython.dict cimport PyDict_Next, PyDict_Size
 from cpython.object cimport PyObject
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
@@ -34,15 +43,17 @@ from torch.autograd import Variable
 from mpiddp.bucket cimport INCOMPLETE, MISSED, Bucket
 from mpiddp.device_bucket cimport DeviceBucket
 from mpiddp.engine cimport WAIT_TIMED_OUT, work_is_done
-from mpiddp.places cimport bring_plain, copy_from_place, copy_to_place, find_place
+from mpiddp.places cimport (
+    bring_plain, copy_to_place, find_place, is_in_place, write_gradient,
+)
 from mpiddp.places import move_gradient, views_by_parameter
 from mpiddp.system cimport now
-from mpiddp.torch_tensors cimport has_gradient, let_go
+from mpiddp.torch_tensors cimport has_gradient
 from mpiddp import sparse_gradients
 from mpiddp.bucket_building import make_buckets
 from mpiddp.python_hook import wait_for_all
 from mpiddp.verification import (
-    raise_other_kind, raise_timed_out, raise_used_again, refuse_shared_views,
+    raise_no_view, raise_other_kind, raise_timed_out, raise_used_again, refuse_shared_views,
 )
 
 _queue_callback = Variable._execution_engine.queue_callback
@@ -57,8 +68,32 @@ cdef class ParameterHook:
     """What autograd calls when the gradient of one parameter is accumulated."""
 
     def __call__(self, parameter):
+        cdef bint last
         if self.reducer != NULL:
-            (<Reducer>self.reducer).parameter_ready(self.index, parameter)
+            last = PyDict_Size(self.hooks) == 1 or self.is_last()
+            (<Reducer>self.reducer).parameter_ready(self.index, parameter, last)
+            if not last:
+                self.move_to_end()
+
+    cdef bint is_last(self) except -1:
+        """Whether no hook of somebody else comes after this one, in the order of autograd."""
+        cdef Py_ssize_t position = 0
+        cdef PyObject *key = NULL
+        cdef PyObject *hook = NULL
+        cdef bint found = False, last = True
+        while PyDict_Next(self.hooks, &position, &key, &hook):
+            if hook == <PyObject *>self:
+                found = True
+            elif found and not isinstance(<object>hook, ParameterHook):
+                last = False
+        return last
+
+    cdef int move_to_end(self) except -1:
+        """Run after all hooks that there are now, from the next time on."""
+        # Not move_to_end() of OrderedDict: autograd does not see the order that it keeps.
+        if self.hooks.pop(self.key, None) is self:
+            self.hooks[self.key] = self
+        return 0
 
 
 cdef class Reducer:
@@ -111,8 +146,8 @@ cdef class Reducer:
         self.compare_gradients = find_unused_parameters
         self.never_used = []
         self.unused_everywhere = set()
-        self.gradients = [None] * count
         self.arrival_order = []
+        self.late = []
         self.set_aside = {}
         self.before = []
         self.missing = []
@@ -121,7 +156,6 @@ cdef class Reducer:
         self.hooks = []
         self.handles = []
         self.sharing = []
-        self.state_count = count
         self.states = <ParameterState *>calloc(max(count, 1), sizeof(ParameterState))
         if self.states == NULL:
             raise MemoryError
@@ -140,10 +174,6 @@ cdef class Reducer:
                 _abandoned.append(bucket)
 
     def __dealloc__(self):
-        cdef Py_ssize_t index
-        if self.states != NULL:
-            for index in range(self.state_count):
-                let_go(&self.states[index].held)
         free(self.states)
 
     cdef _register_hook(self, Py_ssize_t index):
@@ -157,8 +187,11 @@ cdef class Reducer:
                     other.sharing.append(weakref.ref(self))
         hook.reducer = <PyObject *>self
         hook.index = index
+        handle = self.parameters[index].register_post_accumulate_grad_hook(hook)
+        hook.hooks = self.parameters[index]._post_accumulate_grad_hooks
+        hook.key = handle.id
         self.hooks.append(hook)
-        self.handles.append(self.parameters[index].register_post_accumulate_grad_hook(hook))
+        self.handles.append(handle)
 
     def _build_buckets(self, assignment):
         """Make the buckets of `assignment`, a list of lists of parameter indices."""
@@ -169,9 +202,9 @@ cdef class Reducer:
         for bucket in self.buckets:
             bucket.skipped = self.unused_everywhere.issuperset(bucket.parameter_indices)
             self._find_views(bucket)
-            for index, view in zip(bucket.parameter_indices, bucket.views):
+            for position, index in enumerate(bucket.parameter_indices):
                 if index in old_views:
-                    move_gradient(self.parameters[index], old_views[index], view)
+                    move_gradient(self.parameters[index], old_views[index], bucket, position)
             if bucket.skipped:
                 for index in bucket.parameter_indices:
                     self.states[index].expected = 0
@@ -196,8 +229,6 @@ cdef class Reducer:
         cdef Bucket bucket
         for index in range(len(self.parameters)):
             self.states[index].left = self.states[index].expected
-            self.states[index].gradient = NULL
-            let_go(&self.states[index].held)
         for bucket in self.buckets:
             bucket.pending = len(bucket.parameter_indices)
             if not bucket.sparse:
@@ -207,13 +238,14 @@ cdef class Reducer:
                 (<DeviceBucket>bucket).forget()
         self.next_bucket = 0
         self.ready = 0
+        self.late.clear()
 
     # The path of one gradient.
 
-    cdef int parameter_ready(self, Py_ssize_t index, object parameter) except -1:
+    cdef int parameter_ready(self, Py_ssize_t index, object parameter, bint last) except -1:
+        """Take a gradient that autograd has made: now, if our hook is the last one."""
         cdef ParameterState *state = &self.states[index]
         cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
-        cdef char *source = NULL
         if not self.expecting or state.left != 1:
             self.note_hook(index, parameter)
             return 0
@@ -221,12 +253,12 @@ cdef class Reducer:
         self.queue_callback()
         if not self.has_rebuilt_buckets:
             self.arrival_order.append(index)
-        if state.place.within_reach and not self.before:
-            source = bring_plain(
-                &state.place, bucket, state.position, parameter,
-                NULL if self.gradient_as_bucket_view else &state.held)
-        if source != NULL:
-            state.gradient = source
+        if not last:
+            self.late.append(index)
+            return 0
+        if state.place.within_reach and not self.before and bring_plain(
+            &state.place, bucket, state.position, parameter, self.gradient_as_bucket_view
+        ):
             state.used = True
             bucket.set_flag(state.position, True)
             self.ready += 1
@@ -236,6 +268,14 @@ cdef class Reducer:
         if bucket.pending == 0 and state.bucket == self.next_bucket:
             self.launch_full_buckets()
         self.channel.poke()
+        return 0
+
+    cdef int take_late(self) except -1:
+        """Take the gradients that hooks behind ours could change until now."""
+        late, self.late = self.late, []
+        for index in late:
+            parameter = self.parameters[index]
+            self.take(index, parameter, parameter.grad, self.notice(index, parameter))
         return 0
 
     cdef bint notice(self, Py_ssize_t index, object parameter) except -1:
@@ -292,6 +332,8 @@ cdef class Reducer:
                 refuse_shared_views(self, self.sharing)
             self.callback_queued = True
             _queue_callback(self.end_of_backward)
+            if self.python_hook is not None:
+                self._find_moved_views()
             if self.ready == 0:
                 for index in self.never_used:
                     self.take(index, self.parameters[index], self.parameters[index].grad, False)
@@ -302,22 +344,15 @@ cdef class Reducer:
         """Bring `gradient` into the bucket, and with views `.grad` too."""
         cdef ParameterState *state = &self.states[index]
         cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
-        cdef char *source
-        if gradient.dtype is not bucket.dtype or gradient.layout is not _strided:
+        view = bucket.views[state.position]
+        if (gradient.dtype is not bucket.dtype or gradient.layout is not _strided
+                or gradient.shape != view.shape):
             raise_other_kind(self.describe_parameter(index), gradient, bucket.dtype)
         if bucket.on_device:
             (<DeviceBucket>bucket).gather(state.position, gradient)
-            if not self.gradient_as_bucket_view:
-                self.gradients[index] = gradient
-            return 0
-        source = copy_to_place(&state.place, bucket, state.position, gradient)
-        if source == state.place.address and state.place.bytes:
-            return 0                # accumulated right where it belongs
-        if self.gradient_as_bucket_view:
-            parameter.grad = bucket.views[state.position]
-        else:
-            self.gradients[index] = gradient
-            state.gradient = source
+        elif (not copy_to_place(&state.place, bucket, state.position, gradient)
+                and self.gradient_as_bucket_view):
+            parameter.grad = bucket.tensor_at(state.position)
         return 0
 
     cdef int launch_full_buckets(self) except -1:
@@ -359,6 +394,8 @@ cdef class Reducer:
         self.callback_queued = False
         if not self.expecting:
             return
+        if self.late:
+            self.take_late()
         if self.ready < len(self.parameters):
             if _current_autograd_node() is not None:
                 return              # see Note [End of backward]
@@ -387,10 +424,11 @@ cdef class Reducer:
 
                 unused_parameters.write_means(self, bucket)
             elif self.gradient_as_bucket_view:
-                continue
+                for index in bucket.parameter_indices:
+                    self.check_view(index)
             elif bucket.on_device:
                 (<DeviceBucket>bucket).write_out(
-                    [self.gradients[index] for index in bucket.parameter_indices])
+                    [self.parameters[index] for index in bucket.parameter_indices])
             else:
                 for index in bucket.parameter_indices:
                     self.copy_out(index)
@@ -440,12 +478,34 @@ cdef class Reducer:
         return gradient is old and gradient._version == version
 
     cdef int copy_out(self, Py_ssize_t index) except -1:
-        """Write the mean to the gradient that the hook saw."""
+        """Write the mean to the gradient of a parameter."""
         cdef ParameterState *state = &self.states[index]
         cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
-        copy_from_place(
-            &state.place, bucket, state.position, state.gradient, self.gradients[index])
+        write_gradient(&state.place, bucket, state.position, self.parameters[index])
         return 0
+
+    cdef int check_view(self, Py_ssize_t index) except -1:
+        """See that the gradient of a parameter is where its mean is."""
+        cdef ParameterState *state = &self.states[index]
+        cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
+        parameter = self.parameters[index]
+        if is_in_place(&state.place, bucket, state.position, parameter):
+            return 0
+        if not has_gradient(parameter):
+            parameter.grad = bucket.tensor_at(state.position)
+        elif not bucket.flags_only:     # hooks in Python may step optimizers and drop gradients
+            raise_no_view(self.process_group, self.describe_parameter(index))
+        return 0
+
+    def _find_moved_views(self):
+        """Find the buffers of hooks in Python again where something has moved their memory."""
+        cdef Bucket bucket
+        cdef Place *place
+        for bucket in self.buckets:
+            if not bucket.sparse:
+                place = &self.states[<Py_ssize_t>bucket.parameter_indices[0]].place
+                if place.address != bucket.view_address(0):
+                    self._find_views(bucket)
 
     cdef _after_reduction(self):
         cdef Py_ssize_t index
@@ -454,8 +514,6 @@ cdef class Reducer:
         self._reset_counting()
         self.unused = self.missing + self.never_used
         self.communication_ended = now()
-        if not self.gradient_as_bucket_view:
-            self.gradients = [None] * len(self.parameters)
         self.set_aside.clear()
         self.before = []
         self.expecting = False
@@ -484,10 +542,10 @@ cdef class Reducer:
         self.forward_began = now()
         if self.divisor != self.world_size:
             self.set_divisor(self.world_size)
-        if self.expecting and self.ready:
+        if self.expecting and (self.ready or self.late):
             raise RuntimeError(
                 f"the previous backward pass ended before all gradients were reduced: "
-                f"{self.ready} of {len(self.parameters)} parameters had theirs. Either it raised "
+                f"{self.ready + len(self.late)} of {len(self.parameters)} parameters had theirs. Either it raised "
                 f"an exception, or a second forward pass began inside of it."
             )
 
@@ -498,6 +556,10 @@ cdef class Reducer:
             outputs: the tensors that forward returned, with `find_unused_parameters`. Backward
                 begins at them, also on a rank where it reaches no parameter at all.
         """
+        cdef ParameterHook hook
+        for hook in self.hooks:
+            if PyDict_Size(hook.hooks) > 1 and not hook.is_last():
+                hook.move_to_end()
         self.expecting = True
         self.backward_began = now()
         # Left over if the last backward raised: its callback never ran.
@@ -558,6 +620,7 @@ cdef class Reducer:
         cdef ParameterHook hook
         for hook in self.hooks or ():
             hook.reducer = NULL
+            hook.hooks = None
         for handle in self.handles or ():
             handle.remove()
         self.hooks = []
@@ -565,7 +628,7 @@ cdef class Reducer:
 
     def run_hook(self, Py_ssize_t index):
         """Do what the hook of a parameter does, for what measures it. Not collective."""
-        self.parameter_ready(index, self.parameters[index])
+        self.parameter_ready(index, self.parameters[index], True)
 
     cpdef int set_divisor(self, double divisor) except -1:
         """Divide the sums over ranks by `divisor` from now on. Not collective."""

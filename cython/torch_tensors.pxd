@@ -4,6 +4,5 @@ cdef bint has_gradient(object parameter) except -1
 cdef char *plain_gradient(
     object parameter, object view, int dtype, bint contiguous
 ) noexcept
+cdef char *plain_tensor(object tensor, object view, int dtype, bint contiguous) noexcept
 cdef int point_gradient(object parameter, object view) except -1
-cdef void *hold_gradient(object parameter) except NULL
-cdef void let_go(void **held) noexcept

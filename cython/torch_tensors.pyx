@@ -39,8 +39,6 @@ ctypedef int32_t (*GetSize)(Tensor, int64_t *) noexcept nogil
 ctypedef int32_t (*GetSizes)(Tensor, int64_t **) noexcept nogil
 ctypedef int32_t (*GetFlag)(Tensor, c_bool *) noexcept nogil
 ctypedef int32_t (*Assign)(Tensor, Tensor) noexcept nogil
-ctypedef int32_t (*Hold)(Tensor, Tensor *) noexcept nogil
-ctypedef int32_t (*LetGo)(Tensor) noexcept nogil
 # Of C++: methods of c10::TensorImpl, and at::native::is_neg.
 ctypedef Tensor (*Gradient)(void *) noexcept nogil
 ctypedef c_bool (*IsNegated)(Tensor) noexcept nogil
@@ -56,8 +54,6 @@ cdef struct Functions:
     GetFlag is_defined
     GetFlag is_contiguous
     Assign assign
-    Hold new_handle
-    LetGo delete
     Gradient grad
     Gradient mutable_grad
     IsNegated is_neg
@@ -100,10 +96,19 @@ cdef char *plain_gradient(
 ) noexcept:
     """Return where the gradient's elements are, NULL if there are none or Python must look.
 
-    They are of `dtype` (a number of torch's) and lie as those of `view` do, of the same shape:
-    one behind the other if `contiguous`.
+    They are of `dtype` (a number of torch's) and of the shape of `view`, and lie as its elements
+    do: one behind the other if `contiguous`.
     """
-    cdef Tensor gradient = functions.grad(tensor_in(<PyObject *>parameter)[0])
+    return plain_elements(
+        functions.grad(tensor_in(<PyObject *>parameter)[0]), view, dtype, contiguous)
+
+
+cdef char *plain_tensor(object tensor, object view, int dtype, bint contiguous) noexcept:
+    """Return what `plain_gradient` does of a tensor itself."""
+    return plain_elements(tensor_in(<PyObject *>tensor), view, dtype, contiguous)
+
+
+cdef char *plain_elements(Tensor gradient, object view, int dtype, bint contiguous) noexcept:
     cdef void *address = NULL
     cdef c_bool flag = False
     cdef int32_t number = -1
@@ -113,27 +118,33 @@ cdef char *plain_gradient(
         return NULL
     if functions.layout(gradient, &number) or number != strided:
         return NULL
-    if contiguous:
-        if functions.is_contiguous(gradient, &flag) or not flag:
-            return NULL
-    elif not same_strides(gradient, tensor_in(<PyObject *>view)):
+    if not same_layout(gradient, tensor_in(<PyObject *>view), contiguous):
         return NULL
     if functions.is_neg(gradient) or functions.data_ptr(gradient, &address):
         return NULL
     return <char *>address
 
 
-cdef bint same_strides(Tensor gradient, Tensor view) noexcept:
+cdef bint same_layout(Tensor gradient, Tensor view, bint contiguous) noexcept:
     cdef int64_t dimensions = -1, others = -1
     cdef int64_t *sizes = NULL
+    cdef int64_t *other_sizes = NULL
     cdef int64_t *ours = NULL
     cdef int64_t *theirs = NULL
+    cdef c_bool flag = False
     cdef Py_ssize_t dimension
     if functions.dim(view, &dimensions) or functions.dim(gradient, &others):
         return False
-    if functions.sizes(view, &sizes) or functions.strides(view, &ours):
+    if functions.sizes(view, &sizes) or functions.sizes(gradient, &other_sizes):
         return False
-    if dimensions != others or functions.strides(gradient, &theirs):
+    if dimensions != others:
+        return False
+    for dimension in range(dimensions):
+        if sizes[dimension] != other_sizes[dimension]:
+            return False
+    if contiguous:
+        return functions.is_contiguous(gradient, &flag) == 0 and flag
+    if functions.strides(view, &ours) or functions.strides(gradient, &theirs):
         return False
     for dimension in range(dimensions):
         if sizes[dimension] != 1 and ours[dimension] != theirs[dimension]:
@@ -147,21 +158,6 @@ cdef int point_gradient(object parameter, object view) except -1:
     if functions.assign(tensor_in(<PyObject *>view), gradient):
         raise RuntimeError("torch cannot point a parameter's gradient to its bucket")
     return 0
-
-
-cdef void *hold_gradient(object parameter) except NULL:
-    """Keep the gradient alive, whatever becomes of ``parameter.grad``, until `let_go`."""
-    cdef Tensor held = NULL
-    if functions.new_handle(functions.grad(tensor_in(<PyObject *>parameter)[0]), &held):
-        raise MemoryError
-    return held
-
-
-cdef void let_go(void **held) noexcept:
-    """Let go of what `hold_gradient` returned, unless it is NULL."""
-    if held[0] != NULL:
-        functions.delete(<Tensor>held[0])
-        held[0] = NULL
 
 
 def within_reach():
@@ -201,8 +197,6 @@ cdef _find_functions():
     functions.is_defined = <GetFlag>find(torch_library, "aoti_torch_is_defined")
     functions.is_contiguous = <GetFlag>find(torch_library, "aoti_torch_is_contiguous")
     functions.assign = <Assign>find(torch_library, "aoti_torch_assign_tensors")
-    functions.new_handle = <Hold>find(torch_library, "aoti_torch_new_tensor_handle")
-    functions.delete = <LetGo>find(torch_library, "aoti_torch_delete_tensor_object")
     functions.is_neg = <IsNegated>find(torch_library, "_ZN2at6native6is_negERKNS_6TensorE")
     functions.grad = <Gradient>find(core, "_ZNK3c1010TensorImpl4gradEv")
     functions.mutable_grad = <Gradient>find(core, "_ZN3c1010TensorImpl12mutable_gradEv")
@@ -218,8 +212,6 @@ cdef bint _find_offset(tensor) except -1:
 cdef bint _agrees_with_python() except -1:
     """Whether all that is used here says and does with some tensors what Python does."""
     global strided, usable
-    cdef void *data = NULL
-    cdef void *held
     parameter = torch.nn.Parameter(torch.zeros(2, 3))
     view = torch.zeros(2, 3)
     other = torch.ones(2, 3)
@@ -238,20 +230,18 @@ cdef bint _agrees_with_python() except -1:
         return False
     if <size_t>plain_gradient(parameter, view, code, False) != <size_t>other.data_ptr():
         return False
-    # What is not plain: another layout in memory, a negation that is put off.
-    for unlike in (torch.zeros(3, 2).t(), torch.zeros(2, 3, dtype=torch.complex64).conj().imag):
-        parameter.grad = unlike
-        if plain_gradient(parameter, view, code, True) != NULL:
-            return False
-        if plain_gradient(parameter, view, code, False) != NULL:
-            return False
-    parameter.grad = other
-    address = other.data_ptr()
-    held = hold_gradient(parameter)
+    # What is not plain: another layout in memory, a negation that is put off, another shape.
+    for unlike in (
+        torch.zeros(3, 2).t(),
+        torch._neg_view(torch.zeros(2, 3)),
+        torch.zeros(3, 2),
+        torch.zeros(6),
+    ):
+        for contiguous in (True, False):
+            if plain_tensor(unlike, view, code, contiguous) != NULL:
+                return False
     point_gradient(parameter, view)
-    kept = functions.data_ptr(<Tensor>held, &data) == 0 and <size_t>data == address
-    let_go(&held)
-    return kept and parameter.grad is view
+    return parameter.grad is view
 
 
 def _load():

@@ -10,6 +10,7 @@ gradient is reported all the same, by every rank together at the next forward
 """
 
 from mpiddp.bucket cimport MISSED, Bucket
+from mpiddp.places cimport write_gradient
 from mpiddp.reducer cimport ParameterState, Reducer
 
 
@@ -39,13 +40,10 @@ def write_means(Reducer reducer not None, Bucket bucket not None):
     cdef Py_ssize_t index, position
     for position, index in enumerate(bucket.parameter_indices):
         parameter = reducer.parameters[index]
-        view = bucket.views[position]
         if not bucket.flag(position):
             if index in reducer.set_aside:
-                view.copy_(reducer.set_aside[index])
-        elif reducer.gradients[index] is not None or reducer.states[index].held != NULL:
-            reducer.copy_out(index)
-        elif parameter.grad is None:
-            if not reducer.gradient_as_bucket_view:
-                view = view.to(bucket.dtype, copy=True)
-            parameter.grad = view
+                bucket.views[position].copy_(reducer.set_aside[index])
+        elif reducer.gradient_as_bucket_view:
+            reducer.check_view(index)
+        else:
+            write_gradient(&reducer.states[index].place, bucket, position, parameter)

@@ -168,20 +168,36 @@ def raise_used_again(parameter: str, static_graph: bool, skipped: bool) -> NoRet
 
 
 def raise_other_kind(parameter: str, gradient: torch.Tensor, expected: torch.dtype) -> NoReturn:
-    """Raise for a gradient that does not fit into its bucket. Not collective.
+    """Raise for a gradient that does not fit into its place. Not collective.
 
     Raises:
         RuntimeError: always.
     """
-    hint = ""
     if gradient.layout is not torch.strided:
         hint = (
             " Modules whose gradient is sparse must say so before they are wrapped (Embedding and "
             "EmbeddingBag with sparse=True)."
         )
+    else:
+        hint = " A module whose parameters change shape or dtype must be wrapped again."
     raise RuntimeError(
-        f"{parameter} got a gradient of dtype {gradient.dtype} and layout {gradient.layout}, but "
-        f"its bucket holds {expected}, torch.strided.{hint}"
+        f"{parameter} got a gradient of shape {tuple(gradient.shape)}, dtype {gradient.dtype} and "
+        f"layout {gradient.layout}, but its bucket holds {expected}, torch.strided, in the shape "
+        f"that the parameter had when it was wrapped.{hint}"
+    )
+
+
+def raise_no_view(process_group: ProcessGroup, parameter: str) -> NoReturn:
+    """Raise for a gradient that has left its bucket while it was averaged. Not collective.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        f"rank {process_group.rank()}: the gradient of {parameter} was replaced, or its data was, "
+        f"after it had been taken to be averaged. It is expected to be a view of its bucket, as "
+        f"gradient_as_bucket_view=True says. Change gradients in hooks that "
+        f"register_post_accumulate_grad_hook adds to this very parameter, or after backward."
     )
 
 

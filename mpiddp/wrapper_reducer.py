@@ -53,7 +53,8 @@ class WrapperReducer(Reducer):
         self._build_buckets([bucket.parameter_indices for bucket in self.buckets])
 
     def _refuse_hook_in_backward(self) -> None:
-        if self.ready:
+        # A hook of the user may come before the first gradient is taken.
+        if self.ready or (self.expecting and torch._C._current_graph_task_id() != -1):
             raise RuntimeError(
                 "a communication hook cannot be registered during a backward pass, nor after "
                 "one that did not end"

@@ -177,6 +177,29 @@ def batch_of(rows: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tens
     return torch.randn(rows * SIZE, *shape, dtype=dtype)
 
 
+def call_behind_wrapper(parameter: nn.Parameter, call: Callable[[Tensor], object]) -> object:
+    """Have `call` called once the wrapper has seen a gradient; return what to keep for that.
+
+    Hooks of the parameter itself run before.
+    """
+    graph = parameter.expand_as(parameter).grad_fn
+    assert graph is not None
+    node = graph.next_functions[0][0]
+    assert node is not None
+    node.register_hook(lambda *_: call(parameter))
+    return node
+
+
+def lies_in_buckets(wrapped: DDP, tensor: Tensor) -> bool:
+    """Return whether a tensor's memory is that of a bucket."""
+    buffers = [bucket.buffer for bucket in wrapped.reducer.buckets if not bucket.sparse]
+    return any(
+        buffer.data_ptr() <= tensor.data_ptr() < buffer.data_ptr() + buffer.nbytes
+        for buffer in buffers
+        if buffer is not None
+    )
+
+
 def mean_of_ranks(module: nn.Module, loss_of_rank: Callable[[nn.Module, int], Tensor]) -> Gradients:
     """Compute alone what the ranks should get: the mean of the gradients of their losses.
 

@@ -3,7 +3,15 @@
 import pytest
 import torch
 from models import GivenGradients, mlp
-from replicas import RANK, SIZE, assert_replicated, gather, together
+from replicas import (
+    RANK,
+    SIZE,
+    assert_replicated,
+    call_behind_wrapper,
+    gather,
+    lies_in_buckets,
+    together,
+)
 from torch import Tensor
 
 from mpiddp import DistributedDataParallel as DDP
@@ -162,10 +170,8 @@ def test_gradients_survive_rebuilding(views):
         loss = wrapped(coefficients(orders_of_rank(step), step + RANK))
         if views and step:
             # Not in the old buckets, whose memory is to be freed.
-            memory = {b.buffer.untyped_storage().data_ptr() for b in wrapped.reducer.buckets}
             with together():
-                for parameter in model.parameters():
-                    assert parameter.grad.untyped_storage().data_ptr() in memory
+                assert all(lies_in_buckets(wrapped, p.grad) for p in model.parameters())
         loss.backward()
         total += step + (SIZE - 1) / 2
         with together():
@@ -208,11 +214,13 @@ def test_launched_in_order_of_index(views):
     parameters = dict(model.named_parameters())
     index_of = {name: index for index, name in enumerate(parameters)}
     launched: list[tuple[str, int]] = []
-    for name, parameter in parameters.items():
-        # These hooks run after those of DDP, which came first.
-        parameter.register_post_accumulate_grad_hook(
-            lambda _, name=name: launched.append((name, engine.counters["submitted"]))
+    nodes = [
+        call_behind_wrapper(
+            parameter, lambda _, name=name: launched.append((name, engine.counters["submitted"]))
         )
+        for name, parameter in parameters.items()
+    ]
+    assert all(nodes)
     for step in range(6):
         order = orders_of_rank(step)
         wrapped.zero_grad()

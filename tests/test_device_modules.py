@@ -22,6 +22,7 @@ from replicas import (
     assert_gradients_close,
     assert_replicated,
     assert_same_bits,
+    call_behind_wrapper,
     gradients_of,
     mean_by_hook,
     mean_of_ranks,
@@ -388,12 +389,12 @@ def test_large_gradients_go_before_the_bucket_is_full():
         nonlocal most
         most = max(most, sum(reference() is not None for reference in alive))
 
-    for parameter in wrapped.parameters():
-        parameter.register_post_accumulate_grad_hook(count)
+    nodes = [call_behind_wrapper(parameter, count) for parameter in wrapped.parameters()]
     wrapped({name: torch.ones(1 << 20) for name in "abcd"}).backward()
     with together():
         assert len(wrapped.reducer.buckets) == 1
         assert most <= 1
+        assert len(nodes) == 4
 
 
 # Mixed precision, and several devices.

@@ -17,6 +17,7 @@ from replicas import (
     STEPS,
     assert_close,
     assert_gradients_close,
+    call_behind_wrapper,
     gradients_of,
     mean_by_hook,
     mean_of_ranks,
@@ -102,8 +103,9 @@ def test_gradients_of_several_streams(gpu, streams, views):
     for name, stream in (("a", streams[1]), ("b", streams[2])):
         module.get_parameter(name).register_post_accumulate_grad_hook(make_on(stream))
     wrapped = DDP(module, gradient_as_bucket_view=views)
-    for name in "ab":
-        module.get_parameter(name).register_post_accumulate_grad_hook(lambda _: entered.close())
+    nodes = [
+        call_behind_wrapper(module.get_parameter(name), lambda _: entered.close()) for name in "ab"
+    ]
     mean = torch.tensor([1.0, 2.0, 3.0]) * (SIZE + 1) / 2
     for step in range(STEPS):
         wrapped.zero_grad(set_to_none=step < 1)
@@ -113,6 +115,7 @@ def test_gradients_of_several_streams(gpu, streams, views):
         with together():
             for name, extra_mean in (("a", mean), ("b", mean), ("c", 0 * mean)):
                 assert_close(module.get_parameter(name).grad, extra_mean + 1, name)
+    assert len(nodes) == 2
 
 
 def test_memory_goes_back_to_its_stream_after_the_copy(gpu):
@@ -125,7 +128,7 @@ def test_memory_goes_back_to_its_stream_after_the_copy(gpu):
     )
     module.b.register_post_accumulate_grad_hook(lambda _: gpu.hold(made[0].address))
     wrapped = DDP(module, gradient_as_bucket_view=True)
-    module.a.register_post_accumulate_grad_hook(lambda _: stack.close())
+    nodes = [call_behind_wrapper(module.a, lambda _: stack.close())]
     passed = []
 
     def look(_: Tensor) -> None:
@@ -135,7 +138,7 @@ def test_memory_goes_back_to_its_stream_after_the_copy(gpu):
         passed.append(event.query())
         gpu.release()
 
-    module.b.register_post_accumulate_grad_hook(look)
+    nodes.append(call_behind_wrapper(module.b, look))
     with gpu.use_stream(made[0]):
         wrapped({name: torch.ones(3) for name in "ba"}).backward()
     for stream in made:
