@@ -152,10 +152,12 @@ cdef class Reducer:
     cdef _register_hook(self, Py_ssize_t index):
         cdef ParameterHook hook = ParameterHook.__new__(ParameterHook)
         cdef Reducer other
-        for others in (self.parameters[index]._post_accumulate_grad_hooks or {}).values():
+        for others in list((self.parameters[index]._post_accumulate_grad_hooks or {}).values()):
             if isinstance(others, ParameterHook) and (<ParameterHook>others).reducer != NULL:
                 other = <Reducer>(<ParameterHook>others).reducer
-                if weakref.ref(other) not in self.sharing:
+                if other.expecting and other.ready:
+                    other._remove_autograd_hooks()      # its backward failed, it is done for
+                elif weakref.ref(other) not in self.sharing:
                     self.sharing.append(weakref.ref(other))
                     other.sharing.append(weakref.ref(self))
         hook.reducer = <PyObject *>self

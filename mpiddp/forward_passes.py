@@ -9,7 +9,7 @@ construction. Nor does the number of forward passes: programs are right that run
 twice before a backward on some ranks only, for sequences of different lengths say. What travels
 with the gradients (Note [A number in flags] in bucket.pyx) is the number of *lost* forward passes:
 those that would have been reduced, in training mode, outside of no_grad and no_sync, and raised or
-had no node of their outputs run by any backward up to the end of the next reduction.
+had no output that a backward came to before the next reduction's last bucket was full.
 
 A difference is no proof that something is wrong. Right programs do so as well: one rank prints a
 sample without no_grad, tries a batch again in halves after it ran out of memory, or draws another
@@ -85,15 +85,17 @@ class ForwardPasses:
         self._current = _Pass(self)
 
     def end(self, output: Any) -> None:
-        """See whether backward comes to one of the tensors in `output`."""
+        """See whether backward comes to one of the tensors in `output`.
+
+        To be called before the reducer has its own hooks there, which may launch all buckets.
+        """
         current, self._current = self._current, None
         if current is None:
             return
-        nodes = [tensor.grad_fn for tensor in _find_tensors(output)]
-        for node in nodes:
-            if node is not None:
-                node.register_prehook(current)
-        if not any(nodes):
+        tensors = [tensor for tensor in _find_tensors(output) if tensor.grad_fn is not None]
+        for tensor in tensors:
+            tensor.register_hook(current)
+        if not tensors:
             current()  # nothing that a backward could begin at
 
     def settle(self) -> int:
