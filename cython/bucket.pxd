@@ -4,8 +4,12 @@ from mpiddp.memory cimport BucketMemory
 
 cdef enum:
     # Positions of the flags that stand for the whole bucket, from the end.
+    COUNT = -19             # the first of the two flags of each bit
+    JOINED = -3
     INCOMPLETE = -2
     MISSED = -1
+    BUCKET_FLAGS = 19
+    COUNT_BITS = 8
 
 
 cdef bint same_layout(tensor, view) except -1
@@ -45,3 +49,5 @@ cdef class Bucket:
     cdef char *flag_address(self, Py_ssize_t position) noexcept nogil
     cdef void set_flag(self, Py_ssize_t position, bint value) noexcept nogil
     cdef bint flag(self, Py_ssize_t position) noexcept nogil
+    cdef void set_count(self, Py_ssize_t count) noexcept nogil
+    cdef bint counts_differ(self) noexcept nogil

@@ -6,14 +6,24 @@ engine reduces them. It knows neither hooks nor MPI.
 Note [Flags behind the gradients]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Behind its gradients a bucket carries one element a parameter, 1 where this rank
-has a gradient for it, and two more: INCOMPLETE, 1 where this rank lacks some
-gradient of the bucket, and MISSED, 1 where autograd never came to some parameter
-(it may also come and bring no gradient). They are summed with the gradients:
+has a gradient for it, and some for the whole bucket: INCOMPLETE, 1 where this rank
+lacks some gradient of the bucket, MISSED, 1 where autograd never came to some
+parameter (it may also come and bring no gradient), and those of Note [A number in
+flags]. They are summed with the gradients:
 afterwards every rank knows which parameters no rank used (their gradient must stay
 untouched) and whether any rank missed any, at the price of a few bytes and of no
 collective. Buckets that are complete everywhere take the fast way out.
 A mean of flags is only ever compared with zero: 1/N does not vanish in any dtype
 for fewer than 2^24 ranks, while N-1 of N could round to one in bfloat16.
+
+Note [A number in flags]
+~~~~~~~~~~~~~~~~~~~~~~~~
+One bucket of each backward also tells whether a number is the same on all ranks. Each of its
+COUNT_BITS lowest bits has two flags, one for 0 and one for 1, and a rank sets one of the two. After
+the sum both are set where two ranks have different bits, and only there. That is exact in every
+dtype and for every order of summation, and differences cannot cancel out. Only a difference by
+a multiple of 2^COUNT_BITS looks like none. A rank that has joined sets no flag of the number, but
+JOINED.
 
 Note [Compression]
 ~~~~~~~~~~~~~~~~~~
@@ -138,7 +148,7 @@ def bytes_needed(parameters, compression=None, bint flags_only=False, dtype=None
         flags_only: without the gradients.
         dtype: of the gradients; None is that of the parameters.
     """
-    elements = len(parameters) + 2
+    elements = len(parameters) + BUCKET_FLAGS
     if not flags_only:
         elements += sum([parameter.numel() for parameter in parameters])
     return elements * wire_dtype(dtype or parameters[0].dtype, compression).itemsize
@@ -213,7 +223,7 @@ cdef class Bucket:
             else:
                 self.converts = True
         self.bytes_per_element = self.buffer.element_size()
-        self.flag_count = len(parameters) + 2
+        self.flag_count = len(parameters) + BUCKET_FLAGS
         offset = 0
         viewed = self.buffer if self.staging is None else self.staging
         with torch.no_grad():
@@ -291,7 +301,7 @@ cdef class Bucket:
         return <char *><size_t>self.views[position].data_ptr()
 
     cdef char *flag_address(self, Py_ssize_t position) noexcept nogil:
-        """Where the flag of a parameter is, or that of the bucket: INCOMPLETE, MISSED."""
+        """Where the flag of a parameter is, or one of the bucket, counted from the end."""
         if position < 0:
             position += self.flag_count
         return self.flags + position * self.bytes_per_element
@@ -319,3 +329,20 @@ cdef class Bucket:
         if self.work.element == ELEMENT_FLOAT64:
             return (<double *>flag)[0] != 0
         return (<unsigned short *>flag)[0] != 0
+
+    cdef void set_count(self, Py_ssize_t count) noexcept nogil:
+        """Let `count` be this rank's number, see Note [A number in flags]."""
+        cdef Py_ssize_t bit, value
+        for bit in range(COUNT_BITS):
+            value = (count >> bit) & 1
+            self.set_flag(COUNT + 2 * bit + value, True)
+            self.set_flag(COUNT + 2 * bit + 1 - value, False)
+        self.set_flag(JOINED, False)
+
+    cdef bint counts_differ(self) noexcept nogil:
+        """Return, after the reduction, whether two ranks had set different numbers."""
+        cdef Py_ssize_t bit
+        for bit in range(COUNT_BITS):
+            if self.flag(COUNT + 2 * bit) and self.flag(COUNT + 2 * bit + 1):
+                return True
+        return False

@@ -10,7 +10,7 @@ there, before they come to this backward. Until `finish`, the engine goes on whi
 waits in the process group.
 """
 
-from mpiddp.bucket cimport INCOMPLETE, MISSED, Bucket, overlaps
+from mpiddp.bucket cimport INCOMPLETE, JOINED, MISSED, Bucket, overlaps
 from mpiddp.reducer cimport Reducer
 from mpiddp import sparse_gradients
 
@@ -53,6 +53,7 @@ cdef _submit_zeros(Reducer reducer, Bucket bucket):
         _move_gradients_out(reducer, bucket)
     bucket.fill_with_zeros()
     bucket.set_flag(INCOMPLETE, True)
+    bucket.set_flag(JOINED, True)
     bucket.channel.submit(&bucket.work)
 
 

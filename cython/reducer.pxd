@@ -48,16 +48,20 @@ cdef class Reducer:
     cdef bint skip_unused
     cdef set unused_everywhere      # with skip_unused: parameters that no rank used
     cdef bint compare_gradients     # whether hooks may run that bring no gradient
-    cdef bint shadowing             # whether this rank takes part in others' backward, joined.pyx
+    cdef readonly bint shadowing    # whether this rank takes part in others' backward, joined.pyx
     cdef list before                # .grad and its version at the end of forward
     cdef readonly list missing               # parameters that got no gradient in the last backward
-    cdef Py_ssize_t next_bucket
+    cdef readonly Py_ssize_t next_bucket
     cdef list late                  # parameters whose gradient is taken at the end of backward
     cdef bint launching             # some thread is at it
     cdef readonly Py_ssize_t ready
     cdef readonly bint expecting             # a forward asked for gradients to be reduced
     cdef bint callback_queued
     cdef bint incomplete            # some rank missed some parameter in the last backward
+    cdef public object passes       # the forward passes, or None: see forward_passes.py
+    cdef readonly Py_ssize_t counting        # the bucket that tells of them, -1: none
+    cdef public bint out_of_step    # the ranks have told different numbers of them
+    cdef readonly Py_ssize_t waiting_for     # the bucket that this rank waits for, -1: none
     cdef readonly Py_ssize_t reductions
     cdef readonly list unused               # parameters without a gradient in the last backward
     # Of the last iteration, for the logger, in seconds on the monotonic clock.

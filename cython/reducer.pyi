@@ -20,6 +20,12 @@ class Reducer:
     has_rebuilt_buckets: bool
     static_graph: bool
     reductions: int
+    next_bucket: int
+    shadowing: bool
+    passes: Any
+    counting: int
+    out_of_step: bool
+    waiting_for: int
     iterations: int
     unused: list[int]
     compression: torch.dtype | None

@@ -40,7 +40,7 @@ import weakref
 import torch
 from torch.autograd import Variable
 
-from mpiddp.bucket cimport INCOMPLETE, MISSED, Bucket
+from mpiddp.bucket cimport INCOMPLETE, JOINED, MISSED, Bucket
 from mpiddp.device_bucket cimport DeviceBucket
 from mpiddp.engine cimport WAIT_TIMED_OUT, work_is_done
 from mpiddp.places cimport (
@@ -49,8 +49,9 @@ from mpiddp.places cimport (
 from mpiddp.places import move_gradient, views_by_parameter
 from mpiddp.system cimport now
 from mpiddp.torch_tensors cimport has_gradient
-from mpiddp import sparse_gradients
+from mpiddp import forward_passes, sparse_gradients
 from mpiddp.bucket_building import make_buckets
+from mpiddp.bucket_roll_call import explain_missing
 from mpiddp.python_hook import wait_for_all
 from mpiddp.verification import (
     raise_no_view, raise_other_kind, raise_timed_out, raise_used_again, refuse_shared_views,
@@ -59,6 +60,7 @@ from mpiddp.verification import (
 _queue_callback = Variable._execution_engine.queue_callback
 _current_autograd_node = torch._C._current_autograd_node
 _strided = torch.strided
+_is_grad_enabled = torch.is_grad_enabled
 
 # Buckets of reducers that went away while MPI could still write to them.
 _abandoned = []
@@ -144,6 +146,7 @@ cdef class Reducer:
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.skip_unused = skip_unused
         self.compare_gradients = find_unused_parameters
+        self.waiting_for = -1
         self.never_used = []
         self.unused_everywhere = set()
         self.arrival_order = []
@@ -179,10 +182,12 @@ cdef class Reducer:
     cdef _register_hook(self, Py_ssize_t index):
         cdef ParameterHook hook = ParameterHook.__new__(ParameterHook)
         cdef Reducer other
-        for others in (self.parameters[index]._post_accumulate_grad_hooks or {}).values():
+        for others in list((self.parameters[index]._post_accumulate_grad_hooks or {}).values()):
             if isinstance(others, ParameterHook) and (<ParameterHook>others).reducer != NULL:
                 other = <Reducer>(<ParameterHook>others).reducer
-                if weakref.ref(other) not in self.sharing:
+                if other.expecting and other.ready:
+                    other._remove_autograd_hooks()      # its backward failed, it is done for
+                elif weakref.ref(other) not in self.sharing:
                     self.sharing.append(weakref.ref(other))
                     other.sharing.append(weakref.ref(self))
         hook.reducer = <PyObject *>self
@@ -199,8 +204,11 @@ cdef class Reducer:
         cdef Py_ssize_t index
         old_views = views_by_parameter(self.buckets) if self.gradient_as_bucket_view else {}
         self.buckets = make_buckets(self, assignment)
+        self.counting = -1
         for bucket in self.buckets:
             bucket.skipped = self.unused_everywhere.issuperset(bucket.parameter_indices)
+            if not bucket.sparse and not bucket.skipped:
+                self.counting = bucket.index
             self._find_views(bucket)
             for position, index in enumerate(bucket.parameter_indices):
                 if index in old_views:
@@ -334,6 +342,8 @@ cdef class Reducer:
             _queue_callback(self.end_of_backward)
             if self.python_hook is not None:
                 self._find_moved_views()
+            if _is_grad_enabled():
+                forward_passes.warn_of_higher_orders()
             if self.ready == 0:
                 for index in self.never_used:
                     self.take(index, self.parameters[index], self.parameters[index].grad, False)
@@ -368,6 +378,8 @@ cdef class Reducer:
                     break
                 if not bucket.sparse and not bucket.skipped:
                     bucket.fill_from_staging()
+                    if bucket.index == self.counting and self.passes is not None:
+                        bucket.set_count(self.passes.settle())
                     bucket.channel.submit(&bucket.work)
                 if self.next_bucket == 0:
                     self.communication_began = now()
@@ -438,13 +450,22 @@ cdef class Reducer:
             futures, self.post_backward_futures = self.post_backward_futures, []
             wait_for_all(futures, self.process_group.rank(), self.timeout)
         self._after_reduction()
+        if self.out_of_step:
+            self.out_of_step = False
+            forward_passes.report(self)
 
     cdef int wait_for(self, Bucket bucket) except -1:
         """Wait for the mean of a bucket; see what it says of parameters that no rank used."""
-        if bucket.channel.wait(&bucket.work, self.timeout.total_seconds()) == WAIT_TIMED_OUT:
-            raise_timed_out(self.process_group, self.describe_bucket(bucket))
+        self.waiting_for = bucket.index
+        try:
+            if bucket.channel.wait(&bucket.work, self.timeout.total_seconds()) == WAIT_TIMED_OUT:
+                raise_timed_out(self, bucket, explain_missing(self, bucket))
+        finally:
+            self.waiting_for = -1
         if bucket.on_device:
             (<DeviceBucket>bucket).receive()
+        if bucket.index == self.counting:
+            self.out_of_step = bucket.counts_differ() and not bucket.flag(JOINED)
         if self.skip_unused and not self.has_rebuilt_buckets:
             for position, index in enumerate(bucket.parameter_indices):
                 if not bucket.flag(position):
@@ -545,8 +566,11 @@ cdef class Reducer:
         if self.expecting and (self.ready or self.late):
             raise RuntimeError(
                 f"the previous backward pass ended before all gradients were reduced: "
-                f"{self.ready + len(self.late)} of {len(self.parameters)} parameters had theirs. Either it raised "
-                f"an exception, or a second forward pass began inside of it."
+                f"{self.ready + len(self.late)} of {len(self.parameters)} parameters had theirs. "
+                f"Either it raised an exception, or a second forward pass began inside of it. After "
+                f"an exception this wrapper cannot go on, nor can those of the other ranks: catch it "
+                f"on all ranks, and let all of them wrap the module again, as in "
+                f"model = DistributedDataParallel(model.module)."
             )
 
     def prepare_for_backward(self, outputs):

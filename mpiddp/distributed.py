@@ -24,6 +24,7 @@ from mpiddp import argument_checks, comm_hooks, joined, optimizer_in_backward, v
 from mpiddp.bucket_assignment import BucketAssignment
 from mpiddp.communicator_group import group_of, is_communicator
 from mpiddp.compilation import run_as_it_is
+from mpiddp.forward_passes import ForwardPasses
 from mpiddp.logger import Logger
 from mpiddp.mixed_precision import gradient_dtypes, hook_caller
 from mpiddp.python_hook import hook_name
@@ -248,6 +249,8 @@ class DistributedDataParallel(TorchWrapper):
             group.return_channels(channels)
             raise
         weakref.finalize(self.reducer, group.return_channels, channels).atexit = False
+        group.modules.add(self.reducer, type(self.module).__name__)
+        self.reducer.passes = ForwardPasses()
         self.logger = Logger(self.reducer, limits[-1])
         self.reducer.set_logger(self.logger)
         self.logger.set_construction_data_and_log(
@@ -499,12 +502,29 @@ class DistributedDataParallel(TorchWrapper):
     def _static_graph_delay_allreduce_enqueued(self, value: bool) -> None:
         pass
 
+    # Forward passes.
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Count what a backward is expected of. Overrides torch's method."""
+        if self._is_reduced() and self.training:
+            self.reducer.passes.begin()
+        return super()._pre_forward(*inputs, **kwargs)
+
     def _post_forward(self, output: Any) -> Any:
         """See where backward will begin. Not collective. Overrides torch's method."""
         output = super()._post_forward(output)
-        if self.static_graph and torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self.reducer.watch(list(_find_tensors(output)))
+        if self._is_reduced():
+            self.reducer.passes.end(output)
+            if self.static_graph:
+                self.reducer.watch(list(_find_tensors(output)))
         return output
+
+    def _is_reduced(self) -> bool:
+        return (
+            torch.is_grad_enabled()
+            and self.require_backward_grad_sync
+            and not self._delay_all_reduce_all_params
+        )
 
 
 def _describer(

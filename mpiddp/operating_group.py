@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch._C._distributed_c10d import Work as TorchWork
 
 from mpiddp import agreement, device_tensors
+from mpiddp.bucket_roll_call import Modules
 from mpiddp.calls import Call, call_of
 from mpiddp.compilation import run_as_it_is
 from mpiddp.completion import Completion
@@ -63,6 +64,7 @@ class OperatingGroup(dist.ProcessGroup):
         self.entered = 0
         self.last: Call | None = None
         self.roll_call: RollCall | None = None
+        self.modules = Modules()
         # Its ranks' ranks in the world.
         self.world_ranks: tuple[int, ...] = tuple(range(self.size()))
         self._requests = requests

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
+from mpiddp import bucket_roll_call
 from mpiddp.calls import describe, ranks_in_words
 from mpiddp.transport import PROGRESS_THREAD_VARIABLE
 
@@ -41,8 +42,9 @@ _PATIENCE = 2.5
 _NAP = 0.005
 
 _QUESTION_TAG, _ANSWER_TAG = 1, 2
-# The number of the question, and the digest of a group's name and ranks.
-_QUESTION = struct.Struct("<q16s")
+# The number of the question, the digest of a group's name and ranks, and the number of a module
+# that is asked about, or 0 for the group's collectives.
+_QUESTION = struct.Struct("<q16sq")
 # The number of the question, and that of collectives entered; the last one in words follows.
 _ANSWER = struct.Struct("<qq")
 _MOST_BYTES = 1024
@@ -137,9 +139,38 @@ class RollCall:
         wanted = own.entered if number is None else number
         return _in_words(group.world_ranks, answers, wanted, group.rank())
 
+    def explain_bucket(self, group: OperatingGroup, module: int, number: int) -> str:
+        """Return which ranks keep a bucket of gradients waiting. Not collective.
+
+        Takes up to some seconds.
+
+        Args:
+            group: of the wrapped module.
+            module: its number in the group.
+            number: of the bucket, as bucket_roll_call.py counts them.
+        """
+        if self._thread is None:
+            return f"Which ranks are missing cannot be told with {PROGRESS_THREAD_VARIABLE}=0"
+        answers = self._ask(group, module)
+        answers[group.rank()] = _Answer(number, "")
+        missing: dict[str, list[int]] = {}
+        for rank, answer in answers.items():
+            if answer.entered < number:
+                where = answer.last
+                if answer.entered == _UNKNOWN_GROUP:
+                    where = "it has no such module"
+                missing.setdefault(where, []).append(rank)
+        told = [
+            f"{_who(group.world_ranks, ranks, 'has', 'have')} not filled it ({where})"
+            for where, ranks in missing.items()
+        ]
+        told = [_listed(told)] if told else []
+        told += _silent(group.world_ranks, answers)
+        return _sentence(told) or "All ranks have filled it: the connection is slow or has failed"
+
     # Asking.
 
-    def _ask(self, group: OperatingGroup) -> dict[int, _Answer]:
+    def _ask(self, group: OperatingGroup, module: int = 0) -> dict[int, _Answer]:
         """Return the answers of the group's other ranks that came in time, by rank in the group."""
         answers: dict[int, _Answer] = {}
         communicator = self._communicator
@@ -148,7 +179,7 @@ class RollCall:
             return answers
         try:
             number = next(self._numbers)
-            question = _QUESTION.pack(number, _digest(group))
+            question = _QUESTION.pack(number, _digest(group), module)
             asked = {world: rank for rank, world in enumerate(group.world_ranks)}
             del asked[communicator.Get_rank()]
             for world_rank in asked:
@@ -187,12 +218,15 @@ class RollCall:
         if received is None:
             return False
         rank, data = received
-        number, digest = _QUESTION.unpack(data)
+        number, digest, module = _QUESTION.unpack(data)
         entered, last = _UNKNOWN_GROUP, ""
-        for known in self._groups:
-            group = known()
-            if group is not None and _digest(group) == digest:
+        groups = [group for known in self._groups if (group := known()) is not None]
+        for group in groups:
+            if _digest(group) == digest and not module:
                 entered, last = group.entered, _last_of(group)
+            elif _digest(group) == digest:
+                state = bucket_roll_call.state(group, module, groups)
+                entered, last = (_UNKNOWN_GROUP, "") if state is None else state
         text = last.encode()[: _MOST_BYTES - _ANSWER.size]
         self._send(_ANSWER.pack(number, entered) + text, rank, _ANSWER_TAG)
         return True
@@ -248,9 +282,6 @@ def _in_words(
 ) -> str:
     """Return what `explain` does, from the answers by rank in the group."""
 
-    def who(ranks: Sequence[int], one: str, several: str) -> str:
-        return f"{ranks_in_words(world_ranks, ranks)} {one if len(ranks) == 1 else several}"
-
     told: list[str] = []
     missing = [rank for rank, answer in answers.items() if answer.entered < number]
     if missing:
@@ -262,10 +293,8 @@ def _in_words(
             details = [
                 f"{ranks_in_words(world_ranks, ranks)} {place}" for place, ranks in places.items()
             ]
-        told.append(f"{who(missing, 'has', 'have')} not called it ({_listed(details)})")
-    silent = [rank for rank in range(len(world_ranks)) if rank not in answers]
-    if silent:
-        told.append(f"{who(silent, 'does', 'do')} not answer (ended, or stuck outside Python)")
+        told.append(f"{_who(world_ranks, missing, 'has', 'have')} not called it ({_listed(details)})")
+    told += _silent(world_ranks, answers)
     here = {rank: answer.last for rank, answer in answers.items() if answer.entered == number}
     others: dict[str, list[int]] = {}
     for rank, last in here.items():
@@ -283,8 +312,23 @@ def _in_words(
             "All ranks have called it: one may have given up waiting before, or it or the "
             "connection has failed"
         )
+    return _sentence(told)
+
+
+def _who(world_ranks: Sequence[int], ranks: Sequence[int], one: str, several: str) -> str:
+    return f"{ranks_in_words(world_ranks, ranks)} {one if len(ranks) == 1 else several}"
+
+
+def _silent(world_ranks: Sequence[int], answers: dict[int, _Answer]) -> list[str]:
+    ranks = [rank for rank in range(len(world_ranks)) if rank not in answers]
+    if not ranks:
+        return []
+    return [f"{_who(world_ranks, ranks, 'does', 'do')} not answer (ended, or stuck outside Python)"]
+
+
+def _sentence(told: Sequence[str]) -> str:
     text = "; ".join(told)
-    return text[0].upper() + text[1:]
+    return text[:1].upper() + text[1:]
 
 
 def _where(answer: _Answer) -> str:

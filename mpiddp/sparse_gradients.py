@@ -25,12 +25,22 @@ def reduce(reducer: WrapperReducer, joined: bool = False) -> bool:
     """
     buckets = [bucket for bucket in reducer.buckets if bucket.sparse]
     missed = len(buckets)  # the flag behind the parameters' own
-    flags = torch.zeros(missed + 1, dtype=torch.int64)
+    # Without a dense bucket these also tell of forward passes, see Note [Out of step].
+    counts = reducer.counting < 0 and reducer.passes is not None
+    flags = torch.zeros(missed + 4, dtype=torch.int64)
+    if counts and not joined:
+        lost = reducer.passes.settle()
+        flags[missed + 1 :] = torch.tensor([1, lost, lost * lost])
     for position, bucket in enumerate(buckets):
         index = bucket.parameter_indices[0]
         flags[position] = reducer.was_used(index) and not joined
         flags[missed] += index in reducer.missing
     dist.all_reduce(flags, group=reducer.process_group)
+    if counts:
+        ranks, total_lost, squares = flags[missed + 1 :].tolist()
+        # Equal numbers, and no others, have the squares' mean equal to the mean's square.
+        differ = ranks * squares != total_lost * total_lost
+        reducer.out_of_step = differ and ranks == reducer.process_group.size()
     for position, bucket in enumerate(buckets):
         parameter = reducer.parameters[bucket.parameter_indices[0]]
         if reducer.python_hook is not None:

@@ -12,8 +12,10 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions
 
 if TYPE_CHECKING:
+    from mpiddp.bucket import Bucket
     from mpiddp.process_group import ProcessGroup
     from mpiddp.reducer import Reducer
+    from mpiddp.wrapper_reducer import WrapperReducer
 
 _SHOWN = 10
 
@@ -232,15 +234,21 @@ def refuse_shared_views(reducer: Reducer, others: Sequence[weakref.ref[Reducer]]
         )
 
 
-def raise_timed_out(process_group: ProcessGroup, bucket: str) -> NoReturn:
+def raise_timed_out(reducer: WrapperReducer, bucket: Bucket, missing: str) -> NoReturn:
     """Raise for a bucket that other ranks have not reduced in time. Not collective.
+
+    Args:
+        reducer: the bucket's.
+        bucket: it was waited for.
+        missing: which ranks have not filled it, in a sentence.
 
     Raises:
         RuntimeError: always.
     """
+    group = reducer.process_group
     raise RuntimeError(
-        f"rank {process_group.rank()}: the all-reduce of {bucket} has waited "
-        f"{process_group.timeout.total_seconds():g} s for other ranks. Likely causes: a rank "
+        f"rank {group.rank()}: the all-reduce of {reducer.describe_bucket(bucket)} has waited "
+        f"{group.timeout.total_seconds():g} s for other ranks. {missing} Likely causes: a rank "
         f"skipped this backward pass or left the training loop early (uneven numbers of batches: "
         f"train inside of `with model.join():`), a rank has failed or hangs elsewhere, or one rank "
         f"is far slower (then raise the timeout of init_process_group)."

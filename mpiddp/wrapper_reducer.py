@@ -26,6 +26,9 @@ class WrapperReducer(Reducer):
     """A `Reducer` that stands where torch's C++ Reducer stands in torch's wrapper."""
 
     logger: weakref.ref[Logger]
+    # Given by the process group: which of its wrapped modules this is, see bucket_roll_call.py.
+    number: int
+    module_name: str
 
     def compress(self, dtype: torch.dtype | None) -> None:
         """Let float32 and float64 gradients travel as `dtype`, see Note [Compression].
@@ -64,7 +67,8 @@ class WrapperReducer(Reducer):
         """Return what to call a bucket in errors. Not collective."""
         names = [self.describe_parameter(index) for index in bucket.parameter_indices]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return f"gradient bucket {bucket.index} ({shown})"
+        of = f" of wrapped module {self.number} ({self.module_name})"
+        return f"gradient bucket {bucket.index} ({shown}){of}"
 
     # What torch's wrapper calls.
 

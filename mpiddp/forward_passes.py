@@ -1,0 +1,184 @@
+"""Notice ranks that have left a step out, which would else be averaged in silence.
+
+Note [Out of step]
+~~~~~~~~~~~~~~~~~~
+A rank that does not call backward for some forward pass, or catches an exception of one, meets the
+others a step later: its next backward is reduced with their previous one, and so on until the end,
+where they wait for it. The number of reductions does not show it, being the same on all ranks by
+construction. Nor does the number of forward passes: programs are right that run a forward pass
+twice before a backward on some ranks only, for sequences of different lengths say. What travels
+with the gradients (Note [A number in flags] in bucket.pyx) is the number of *lost* forward passes:
+those that would have been reduced, in training mode, outside of no_grad and no_sync, and raised or
+had no output that a backward came to before the next reduction's last bucket was full.
+
+A difference is no proof that something is wrong. Right programs do so as well: one rank prints a
+sample without no_grad, tries a batch again in halves after it ran out of memory, or draws another
+batch after a loss of NaN. To the reducer they look like the faulty ones, until data run out. So the
+ranks look at what counts: averaging gradients is right if they were taken at the same parameters.
+If these differ, all ranks raise. If not, all ranks warn, once; with warnings as errors, or with
+TORCH_DISTRIBUTED_DEBUG=DETAIL, they raise. As lost passes are counted from the beginning, a
+difference stays: parameters that drift apart later, by a learning rate that is a step ahead, are
+found too, because ranks look again after 2, 4, 8 ... reductions, which costs next to nothing.
+The parameters are compared bit by bit. With a communication hook in Python they may differ by
+intent (post-localSGD), and are not. While some rank has joined (`join`) nothing is compared: its
+parameters stay behind, and the forward passes of the others are collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._distributed_c10d import DebugLevel, get_debug_level
+from torch.nn.parallel.distributed import _find_tensors
+
+from mpiddp.calls import ranks_in_words
+from mpiddp.compilation import run_as_it_is
+
+if TYPE_CHECKING:
+    from mpiddp.wrapper_reducer import WrapperReducer
+
+__all__ = ["ForwardPasses", "report", "warn_of_higher_orders"]
+
+_warned_of_higher_orders = False
+
+
+class _Pass:
+    """One forward pass; autograd calls it when backward comes to an output of it."""
+
+    __slots__ = ("passes", "reached", "reductions")
+
+    def __init__(self, passes: ForwardPasses) -> None:
+        self.passes = passes
+        self.reached = False
+        self.reductions = passes.reductions
+
+    def __call__(self, *gradients: Any) -> None:
+        if not self.reached:
+            self.reached = True
+            if self.reductions == self.passes.reductions:
+                self.passes.unreached -= 1
+
+
+@run_as_it_is
+class ForwardPasses:
+    """Counts the forward passes of one wrapped module that may come to nothing.
+
+    Not collective.
+    """
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.lost = 0  # without a backward, up to the last reduction
+        self.unreached = 0  # since then, until now
+        self.reductions = 0
+        self.differences = 0  # reductions in which the ranks had lost different numbers
+        self._current: _Pass | None = None
+
+    def begin(self) -> None:
+        """Count a forward pass, whatever becomes of it."""
+        self.begun += 1
+        self.unreached += 1
+        self._current = _Pass(self)
+
+    def end(self, output: Any) -> None:
+        """See whether backward comes to one of the tensors in `output`.
+
+        To be called before the reducer has its own hooks there, which may launch all buckets.
+        """
+        current, self._current = self._current, None
+        if current is None:
+            return
+        tensors = [tensor for tensor in _find_tensors(output) if tensor.grad_fn is not None]
+        for tensor in tensors:
+            tensor.register_hook(current)
+        if not tensors:
+            current()  # nothing that a backward could begin at
+
+    def settle(self) -> int:
+        """Return how many forward passes are lost for good: all are whose backward is not here."""
+        self.lost += self.unreached
+        self.unreached = 0
+        self.reductions += 1
+        return self.lost
+
+
+def report(reducer: WrapperReducer) -> None:
+    """Warn of ranks that have lost more forward passes than others, or raise.
+
+    Collective: all ranks know from the reduced flags that some have. See Note [Out of step].
+
+    Raises:
+        RuntimeError: the ranks' parameters differ, or TORCH_DISTRIBUTED_DEBUG is DETAIL.
+    """
+    passes, group = reducer.passes, reducer.process_group
+    passes.differences += 1
+    if passes.differences & (passes.differences - 1):
+        return
+    # With a hook in Python the parameters may differ, so nobody needs to know.
+    digest = b"" if reducer.python_hook is not None else _digest(reducer.parameters)
+    everyone = group.allgather_objects((passes.lost, passes.begun, digest))
+    found = (
+        f"rank {group.rank()}: the ranks are out of step. Forward passes without a backward: "
+        f"{_losses(group.world_ranks, [(lost, begun) for lost, begun, _ in everyone])}."
+    )
+    others = [rank for rank, (_, _, theirs) in enumerate(everyone) if theirs != everyone[0][2]]
+    rule = (
+        "A rank that leaves a step out (it catches an exception of forward, or does not call "
+        "backward) meets the others a step later from then on: leave a step out on all ranks or on "
+        "none"
+    )
+    if others:
+        raise RuntimeError(
+            f"{found} The parameters of {ranks_in_words(group.world_ranks, others)} differ from "
+            f"those of rank 0, so gradients of different iterations have been averaged in this "
+            f"backward. {rule}, and the optimizer's step as well."
+        )
+    advice = (
+        f"{rule}. If such a forward pass is meant, run it under torch.no_grad() or by the module "
+        f"itself, model.module."
+    )
+    if get_debug_level() == DebugLevel.DETAIL:
+        raise RuntimeError(f"{found} {advice}")
+    if passes.differences == 1:
+        warnings.warn(
+            f"{found} The means are right as long as the parameters are the same on all ranks, but "
+            f"at the end ranks may wait for a backward that does not come. {advice}",
+            stacklevel=2,
+        )
+
+
+def warn_of_higher_orders() -> None:
+    """Warn, once a process, of a backward with create_graph=True, as torch's class does."""
+    global _warned_of_higher_orders
+    if not _warned_of_higher_orders:
+        _warned_of_higher_orders = True
+        warnings.warn(
+            "Using DistributedDataParallel with create_graph=True is not well-supported: gradients "
+            "of higher order are not averaged over ranks, and there is no backward through the "
+            "all-reduce. torch.autograd.grad(..., create_graph=True) inside of a loss, as for a "
+            "gradient penalty, is no problem.",
+            stacklevel=2,
+        )
+
+
+def _digest(parameters: Sequence[torch.Tensor]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for parameter in parameters:
+        plain = parameter.detach().cpu().contiguous().resolve_conj().resolve_neg()
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy())
+    return digest.digest()
+
+
+def _losses(world_ranks: Sequence[int], counts: Sequence[tuple[int, int]]) -> str:
+    """Return words such as "1 of 3 on rank 1; 0 of 2 on ranks 0 and 2"."""
+    ranks: dict[tuple[int, int], list[int]] = {}
+    for rank, count in enumerate(counts):
+        ranks.setdefault(count, []).append(rank)
+    return "; ".join(
+        f"{lost} of {begun} on {ranks_in_words(world_ranks, members)}"
+        for (lost, begun), members in sorted(ranks.items(), reverse=True)
+    )
