@@ -27,7 +27,10 @@ struct mpiddp_kernels {
     const char *name;
     void (*mean_in_place)(int, char *const *, size_t, size_t, size_t, double);
     void (*sum_to)(int, void *, char *const *, size_t, size_t, size_t);
-    void (*spread_mean)(int, char *const *, size_t, size_t, size_t, const void *, double);
+    size_t (*spread_mean)(int, char *const *, size_t, size_t, size_t, const void *, double);
+    void (*scaled_sum_to)(int, void *, char *const *, size_t, size_t, size_t, double);
+    void (*spread_scaled_mean)(
+        int, char *const *, size_t, size_t, size_t, const void *, const void *, double);
     void (*convert)(int, int, void *, const void *, size_t);
 };
 

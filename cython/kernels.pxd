@@ -12,6 +12,8 @@ cdef struct Kernels:
     # elements [first, first + count) of them are read and written. No two arrays may
     # overlap. Sums are float64 for float64 and float32 for all others, made in the
     # order of the buffers, and results are rounded once. `ranks` is at least 1.
+    # Where a sum of finite elements overflows, the mean does not: see Note [Sums that
+    # overflow] in kernels_values.h.
     const char *name
 
     # Put the sum of all buffers, divided, into all buffers.
@@ -26,10 +28,25 @@ cdef struct Kernels:
         size_t count,
     ) noexcept nogil
 
-    # Put sum[0 .. count - 1], divided, into all buffers.
-    void (*spread_mean)(
+    # Put sum[0 .. count - 1], divided, into all buffers, up to the first block with a sum
+    # that is infinite or NaN. Return how many were put. All are, of float16: no sum of
+    # these overflows.
+    size_t (*spread_mean)(
         int element, char *const *buffers, size_t ranks, size_t first, size_t count,
         const void *sum, double divisor,
+    ) noexcept nogil
+
+    # As sum_to, of elements so small that a sum of `divisor` of them is finite.
+    void (*scaled_sum_to)(
+        int element, void *out, char *const *buffers, size_t ranks, size_t first,
+        size_t count, double divisor,
+    ) noexcept nogil
+
+    # Put sum[0 .. count - 1], divided, into all buffers, and where that is infinite or NaN
+    # what scaled[0 .. count - 1] makes of it: sums from scaled_sum_to, of the same divisor.
+    void (*spread_scaled_mean)(
+        int element, char *const *buffers, size_t ranks, size_t first, size_t count,
+        const void *sum, const void *scaled, double divisor,
     ) noexcept nogil
 
     # Convert an array from one element type to another or the same.

@@ -18,5 +18,22 @@ def spread_mean(
     count: int,
     sums: torch.Tensor,
     divisor: float,
+) -> int: ...
+def scaled_sum_to(
+    name: str,
+    out: torch.Tensor,
+    buffers: Sequence[torch.Tensor],
+    first: int,
+    count: int,
+    divisor: float,
+) -> None: ...
+def spread_scaled_mean(
+    name: str,
+    buffers: Sequence[torch.Tensor],
+    first: int,
+    count: int,
+    sums: torch.Tensor,
+    scaled: torch.Tensor,
+    divisor: float,
 ) -> None: ...
 def convert(name: str, out: torch.Tensor, array: torch.Tensor) -> None: ...

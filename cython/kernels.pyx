@@ -19,8 +19,13 @@ cdef extern from "kernels.h" nogil:
         void (*mean_in_place)(
             int, char *const *, size_t, size_t, size_t, double) noexcept nogil
         void (*sum_to)(int, void *, char *const *, size_t, size_t, size_t) noexcept nogil
-        void (*spread_mean)(
+        size_t (*spread_mean)(
             int, char *const *, size_t, size_t, size_t, const void *, double) noexcept nogil
+        void (*scaled_sum_to)(
+            int, void *, char *const *, size_t, size_t, size_t, double) noexcept nogil
+        void (*spread_scaled_mean)(
+            int, char *const *, size_t, size_t, size_t, const void *, const void *, double,
+        ) noexcept nogil
         void (*convert)(int, int, void *, const void *, size_t) noexcept nogil
     enum:
         MPIDDP_MAX_KERNELS
@@ -56,6 +61,8 @@ cdef _list():
         _tables[i].mean_in_place = found[i].mean_in_place
         _tables[i].sum_to = found[i].sum_to
         _tables[i].spread_mean = found[i].spread_mean
+        _tables[i].scaled_sum_to = found[i].scaled_sum_to
+        _tables[i].spread_scaled_mean = found[i].spread_scaled_mean
         _tables[i].convert = found[i].convert
 
 
@@ -192,19 +199,53 @@ def sum_to(name, out, buffers, size_t first, size_t count):
 
 
 def spread_mean(name, buffers, size_t first, size_t count, sums, double divisor):
-    """Put a sum, divided, into all buffers.
+    """Put a sum, divided, into all buffers, up to a block with one that is infinite or NaN.
 
     Not collective. For arguments and errors not listed see `mean_in_place`.
 
     Args:
         sums: of at least `count` elements; float64 for float64 and float32 for all others.
+
+    Returns:
+        How many elements were put; all of float16.
     """
     cdef const Kernels *kernels = _find(name)
     cdef _Buffers given = _Buffers(buffers, first + count)
     cdef char *summed = _address(sums, _sum_dtype(given), count)
     with nogil:
-        kernels.spread_mean(
+        count = kernels.spread_mean(
             given.element, given.addresses, given.count, first, count, summed, divisor)
+    return count
+
+
+def scaled_sum_to(name, out, buffers, size_t first, size_t count, double divisor):
+    """Put the sum of all buffers, scaled so that the mean is in range, into another tensor.
+
+    Not collective. For arguments and errors not listed see `mean_in_place` and `sum_to`.
+    """
+    cdef const Kernels *kernels = _find(name)
+    cdef _Buffers given = _Buffers(buffers, first + count)
+    cdef char *sums = _address(out, _sum_dtype(given), count)
+    with nogil:
+        kernels.scaled_sum_to(
+            given.element, sums, given.addresses, given.count, first, count, divisor)
+
+
+def spread_scaled_mean(name, buffers, size_t first, size_t count, sums, scaled, double divisor):
+    """Put a sum, divided, into all buffers; what a scaled one gives where it is not finite.
+
+    Not collective. For arguments and errors not listed see `mean_in_place` and `spread_mean`.
+
+    Args:
+        scaled: the sums that `scaled_sum_to` gives for the same divisor.
+    """
+    cdef const Kernels *kernels = _find(name)
+    cdef _Buffers given = _Buffers(buffers, first + count)
+    cdef char *summed = _address(sums, _sum_dtype(given), count)
+    cdef char *smaller = _address(scaled, _sum_dtype(given), count)
+    with nogil:
+        kernels.spread_scaled_mean(
+            given.element, given.addresses, given.count, first, count, summed, smaller, divisor)
 
 
 def convert(name, out, array):

@@ -5,12 +5,19 @@
  *   TARGET     the attribute that lets a function use the machine's instructions
  *   ELEMENT    the type of an element in the buffers
  *   SUM        the type in which elements are summed
+ *   OVERFLOWS  whether a sum of finite elements may overflow; then
+ *   BITS, OVERFLOW(sum)           an integer type, and one whose first bit says whether a
+ *                                 SUM is infinite or NaN
+ *   CHOOSE_SUM(s, v, w)           v where s is finite, else w
  * and, where an element is not simply a SUM,
  *   LOAD(p), STORE(p, v)          one SUM from and to an element
  * and, where compilers make no good SIMD code of that,
  *   VECTOR     a type for LANES sums; then LOAD and STORE are for one of these
  *   LOAD_SUM(p), STORE_SUM(p, v)  a VECTOR from and to LANES sums
- *   ADD(v, w), MULTIPLY(v, sum), DIVIDE(v, sum)
+ *   ADD(v, w), MULTIPLY(v, sum), DIVIDE(v, sum), and where sums may overflow
+ *   SPREAD(sum)                   a VECTOR of the same sum
+ *   DIVIDE_EACH(v, w)
+ *   CHOOSE(s, v, w)               v where s is finite, else w
  * No alignment is assumed beyond that of an element. A sum is made in the order of
  * the buffers, never in another one.
  */
@@ -22,6 +29,9 @@
 #define ADD(v, w) ((v) + (w))
 #define MULTIPLY(v, sum) ((v) * (sum))
 #define DIVIDE(v, sum) ((v) / (sum))
+#define SPREAD(sum) (sum)
+#define DIVIDE_EACH(v, w) ((v) / (w))
+#define CHOOSE(s, v, w) CHOOSE_SUM(s, v, w)
 #endif
 #ifndef LOAD
 #define LOAD(p) (*(p))
@@ -29,12 +39,13 @@
 #endif
 
 /* Do what `role` says with LANES elements of one to four buffers. All arguments but the
- * pointers and the factor are constants once this is inlined. */
+ * pointers, the factor and the scale are constants once this is inlined. The factor is the
+ * divisor, or the scale where that is to be multiplied. */
 MPIDDP_INLINE TARGET void NAME(step)(
-    enum mpiddp_role role, size_t ranks, int multiply, SUM factor,
+    enum mpiddp_role role, size_t ranks, int multiply, SUM factor, SUM scale,
     SUM *wide, ELEMENT *a, ELEMENT *b, ELEMENT *c, ELEMENT *d)
 {
-    VECTOR sum;
+    VECTOR sum, mean;
     if (role == MPIDDP_STORE_MEAN)
         sum = LOAD_SUM(wide);
     else if (role == MPIDDP_ADD)
@@ -51,19 +62,38 @@ MPIDDP_INLINE TARGET void NAME(step)(
         STORE_SUM(wide, sum);
         return;
     }
-    sum = multiply ? MULTIPLY(sum, factor) : DIVIDE(sum, factor);
-    STORE(a, sum);
+    mean = multiply ? MULTIPLY(sum, factor) : DIVIDE(sum, factor);
+#if OVERFLOWS
+    if (role == MPIDDP_MEAN) {
+        /* See Note [Sums that overflow]. No branch: memory is what this waits for. */
+        VECTOR scaled = MULTIPLY(LOAD(a), scale);
+        if (ranks > 1)
+            scaled = ADD(scaled, MULTIPLY(LOAD(b), scale));
+        if (ranks > 2)
+            scaled = ADD(scaled, MULTIPLY(LOAD(c), scale));
+        if (ranks > 3)
+            scaled = ADD(scaled, MULTIPLY(LOAD(d), scale));
+        if (multiply)
+            mean = CHOOSE(sum, mean, scaled);
+        else
+            mean = DIVIDE_EACH(
+                CHOOSE(sum, sum, scaled), CHOOSE(sum, SPREAD(factor), SPREAD(factor * scale)));
+    }
+#else
+    (void)scale;
+#endif
+    STORE(a, mean);
     if (ranks > 1)
-        STORE(b, sum);
+        STORE(b, mean);
     if (ranks > 2)
-        STORE(c, sum);
+        STORE(c, mean);
     if (ranks > 3)
-        STORE(d, sum);
+        STORE(d, mean);
 }
 
 /* The same for `count` elements. */
 MPIDDP_INLINE TARGET void NAME(pass)(
-    enum mpiddp_role role, size_t ranks, int multiply, SUM factor,
+    enum mpiddp_role role, size_t ranks, int multiply, SUM factor, SUM scale,
     SUM *wide_sum, char *const *buffers, size_t first, size_t count)
 {
     SUM *restrict wide = wide_sum;
@@ -75,7 +105,8 @@ MPIDDP_INLINE TARGET void NAME(pass)(
     const size_t whole = count - count % LANES;
     MPIDDP_INDEPENDENT
     for (i = 0; i < whole; i += LANES)
-        NAME(step)(role, ranks, multiply, factor, wide + i, a + i, b + i, c + i, d + i);
+        NAME(step)(
+            role, ranks, multiply, factor, scale, wide + i, a + i, b + i, c + i, d + i);
     if (i < count) {
         /* The same instructions for the last few, on copies with room for all lanes. */
         const int stores_sum = role == MPIDDP_SUM || role == MPIDDP_ADD;
@@ -89,7 +120,8 @@ MPIDDP_INLINE TARGET void NAME(pass)(
             memcpy(wide_rest, wide + i, wide_bytes);
         for (rank = 0; rank < ranks && role != MPIDDP_STORE_MEAN; rank++)
             memcpy(rest[rank], last[rank], bytes);
-        NAME(step)(role, ranks, multiply, factor, wide_rest, rest[0], rest[1], rest[2], rest[3]);
+        NAME(step)(
+            role, ranks, multiply, factor, scale, wide_rest, rest[0], rest[1], rest[2], rest[3]);
         for (rank = 0; rank < ranks && !stores_sum; rank++)
             memcpy(last[rank], rest[rank], bytes);
         if (stores_sum)
@@ -107,17 +139,17 @@ static MPIDDP_NOINLINE TARGET void NAME(sum_to)(
         /* In blocks, so that the sum stays in the cache from one pass to the next. */
         n = ranks <= 4 || count < MPIDDP_BLOCK ? count : MPIDDP_BLOCK;
         if (ranks == 1)
-            NAME(pass)(MPIDDP_SUM, 1, 0, 1, out, buffers, first, n);
+            NAME(pass)(MPIDDP_SUM, 1, 0, 1, 1, out, buffers, first, n);
         else if (ranks == 2)
-            NAME(pass)(MPIDDP_SUM, 2, 0, 1, out, buffers, first, n);
+            NAME(pass)(MPIDDP_SUM, 2, 0, 1, 1, out, buffers, first, n);
         else if (ranks == 3)
-            NAME(pass)(MPIDDP_SUM, 3, 0, 1, out, buffers, first, n);
+            NAME(pass)(MPIDDP_SUM, 3, 0, 1, 1, out, buffers, first, n);
         else
-            NAME(pass)(MPIDDP_SUM, 4, 0, 1, out, buffers, first, n);
+            NAME(pass)(MPIDDP_SUM, 4, 0, 1, 1, out, buffers, first, n);
         for (rank = 4; rank + 4 <= ranks; rank += 4)
-            NAME(pass)(MPIDDP_ADD, 4, 0, 1, out, buffers + rank, first, n);
+            NAME(pass)(MPIDDP_ADD, 4, 0, 1, 1, out, buffers + rank, first, n);
         for (; rank < ranks; rank++)
-            NAME(pass)(MPIDDP_ADD, 1, 0, 1, out, buffers + rank, first, n);
+            NAME(pass)(MPIDDP_ADD, 1, 0, 1, 1, out, buffers + rank, first, n);
     }
 }
 
@@ -131,38 +163,97 @@ static MPIDDP_NOINLINE TARGET void NAME(spread_mean)(
     for (; count > 0; count -= n, first += n, sum += n) {
         n = ranks == 1 || count < MPIDDP_BLOCK ? count : MPIDDP_BLOCK;
         if (multiply)
-            NAME(pass)(MPIDDP_STORE_MEAN, 1, 1, factor, (SUM *)sum, buffers, first, n);
+            NAME(pass)(MPIDDP_STORE_MEAN, 1, 1, factor, 1, (SUM *)sum, buffers, first, n);
         else
-            NAME(pass)(MPIDDP_STORE_MEAN, 1, 0, factor, (SUM *)sum, buffers, first, n);
+            NAME(pass)(MPIDDP_STORE_MEAN, 1, 0, factor, 1, (SUM *)sum, buffers, first, n);
         for (rank = 1; rank < ranks; rank++)
             memcpy((ELEMENT *)buffers[rank] + first, (ELEMENT *)buffers[0] + first,
                    n * sizeof(ELEMENT));
     }
 }
 
+#if OVERFLOWS
+/* Return how many sums come before the first block that has one that is not finite. */
+static MPIDDP_NOINLINE TARGET size_t NAME(finite)(const SUM *sum, size_t count)
+{
+    size_t done, n, i;
+    for (done = 0; done < count; done += n) {
+        BITS overflow = 0;
+        n = count - done < MPIDDP_BLOCK ? count - done : MPIDDP_BLOCK;
+        for (i = 0; i < n; i++)
+            overflow |= OVERFLOW(sum[done + i]);
+        if (overflow >> (8 * sizeof overflow - 1))
+            return done;
+    }
+    return count;
+}
+
+/* The sum of buffers as `sum_to` makes it, of elements times the scale. */
+static MPIDDP_NOINLINE TARGET void NAME(scaled_sum_to)(
+    SUM *out, char *const *buffers, size_t ranks, size_t first, size_t count, double divisor)
+{
+    const SUM scale = (SUM)mpiddp_scale(divisor);
+    SUM wide[MPIDDP_BLOCK];
+    size_t n, i, rank;
+    for (; count > 0; count -= n, first += n, out += n) {
+        n = count < MPIDDP_BLOCK ? count : MPIDDP_BLOCK;
+        for (rank = 0; rank < ranks; rank++) {
+            NAME(sum_to)(wide, buffers + rank, 1, first, n);
+            for (i = 0; i < n; i++)
+                out[i] = rank == 0 ? wide[i] * scale : out[i] + wide[i] * scale;
+        }
+    }
+}
+
+/* As `spread_mean`, where some sums are not finite: there the scaled ones count. */
+static MPIDDP_NOINLINE TARGET void NAME(spread_scaled_mean)(
+    char *const *buffers, size_t ranks, size_t first, size_t count, const SUM *sum,
+    const SUM *scaled, double divisor)
+{
+    const SUM factor = (SUM)divisor, less = factor * (SUM)mpiddp_scale(divisor);
+    SUM mean[MPIDDP_BLOCK];
+    size_t n, i;
+    for (; count > 0; count -= n, first += n, sum += n, scaled += n) {
+        n = count < MPIDDP_BLOCK ? count : MPIDDP_BLOCK;
+        for (i = 0; i < n; i++)
+            mean[i] = CHOOSE_SUM(sum[i], sum[i], scaled[i]) / CHOOSE_SUM(sum[i], factor, less);
+        NAME(spread_mean)(buffers, ranks, first, n, mean, 1);
+    }
+}
+#endif
+
 static MPIDDP_NOINLINE TARGET void NAME(mean_in_place)(
     char *const *buffers, size_t ranks, size_t first, size_t count, double divisor)
 {
     const int multiply = mpiddp_is_power_of_two(divisor);
-    const SUM factor = multiply ? 1 / (SUM)divisor : (SUM)divisor;
+    const SUM scale = (SUM)mpiddp_scale(divisor);
+    const SUM factor = multiply ? scale : (SUM)divisor;
     SUM wide[MPIDDP_BLOCK];
     size_t n;
     if (ranks == 2 && multiply)
-        NAME(pass)(MPIDDP_MEAN, 2, 1, factor, wide, buffers, first, count);
+        NAME(pass)(MPIDDP_MEAN, 2, 1, factor, scale, wide, buffers, first, count);
     else if (ranks == 2)
-        NAME(pass)(MPIDDP_MEAN, 2, 0, factor, wide, buffers, first, count);
+        NAME(pass)(MPIDDP_MEAN, 2, 0, factor, scale, wide, buffers, first, count);
     else if (ranks == 3 && multiply)
-        NAME(pass)(MPIDDP_MEAN, 3, 1, factor, wide, buffers, first, count);
+        NAME(pass)(MPIDDP_MEAN, 3, 1, factor, scale, wide, buffers, first, count);
     else if (ranks == 3)
-        NAME(pass)(MPIDDP_MEAN, 3, 0, factor, wide, buffers, first, count);
+        NAME(pass)(MPIDDP_MEAN, 3, 0, factor, scale, wide, buffers, first, count);
     else if (ranks == 4 && multiply)
-        NAME(pass)(MPIDDP_MEAN, 4, 1, factor, wide, buffers, first, count);
+        NAME(pass)(MPIDDP_MEAN, 4, 1, factor, scale, wide, buffers, first, count);
     else if (ranks == 4)
-        NAME(pass)(MPIDDP_MEAN, 4, 0, factor, wide, buffers, first, count);
+        NAME(pass)(MPIDDP_MEAN, 4, 0, factor, scale, wide, buffers, first, count);
     else
         for (; count > 0; count -= n, first += n) {
             n = count < MPIDDP_BLOCK ? count : MPIDDP_BLOCK;
             NAME(sum_to)(wide, buffers, ranks, first, n);
+#if OVERFLOWS
+            if (NAME(finite)(wide, n) != n) {
+                SUM scaled[MPIDDP_BLOCK];
+                NAME(scaled_sum_to)(scaled, buffers, ranks, first, n, divisor);
+                NAME(spread_scaled_mean)(buffers, ranks, first, n, wide, scaled, divisor);
+                continue;
+            }
+#endif
             NAME(spread_mean)(buffers, ranks, first, n, wide, divisor);
         }
 }
@@ -170,6 +261,10 @@ static MPIDDP_NOINLINE TARGET void NAME(mean_in_place)(
 #undef ELEMENT
 #undef ELEMENT_NAME
 #undef SUM
+#undef OVERFLOWS
+#undef BITS
+#undef OVERFLOW
+#undef CHOOSE_SUM
 #undef VECTOR
 #undef LANES
 #undef LOAD
@@ -179,3 +274,6 @@ static MPIDDP_NOINLINE TARGET void NAME(mean_in_place)(
 #undef ADD
 #undef MULTIPLY
 #undef DIVIDE
+#undef SPREAD
+#undef DIVIDE_EACH
+#undef CHOOSE

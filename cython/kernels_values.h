@@ -1,4 +1,5 @@
-/* One value at a time: float16 and bfloat16 to float and back, double to float.
+/* One value at a time: float16 and bfloat16 to float and back, double to float, sums that
+ * overflowed.
  *
  * Where a value decides, both results are computed and one is masked out: compilers
  * turn loops over these into SIMD code on any machine. What comes from a narrower type
@@ -96,15 +97,62 @@ MPIDDP_INLINE float mpiddp_double_to_odd_float(double value)
     return mpiddp_bits_float((bits - (uint32_t)away) | (uint32_t)inexact);
 }
 
-/* Whether multiplying by the reciprocal gives the same bits as dividing: it is exact. */
+/* Whether multiplying by the reciprocal gives the same bits as dividing: it is exact. And
+ * whether it is the `mpiddp_scale`: of 1 and more. */
 MPIDDP_INLINE int mpiddp_is_power_of_two(double value)
 {
     uint64_t bits;
     uint64_t exponent;
     memcpy(&bits, &value, sizeof bits);
     exponent = (bits >> 52) & 0x7ffu;
-    /* Within +-126 it and its reciprocal are normal in a float as well. */
-    return (bits & 0xfffffffffffffu) == 0 && exponent >= 1023 - 126 && exponent <= 1023 + 126;
+    /* Up to 126 its reciprocal is normal in a float as well. */
+    return (bits & 0xfffffffffffffu) == 0 && exponent >= 1023 && exponent <= 1023 + 126;
+}
+
+/* Note [Sums that overflow]
+ * A sum may be infinite, or NaN, where the mean is a number: 3e38 and 3e38 in float32. No
+ * bit of other means may change for that. So the plain sum counts where it is finite;
+ * where it is not, the sum of the same operands times `mpiddp_scale` does. That is a
+ * power of two, and no more than 1/divisor: as many operands as the divisor says have
+ * a finite sum. It costs subnormal operands their last digits, but not beside operands
+ * whose sum overflows. An operand that is infinite or NaN makes both sums so. */
+MPIDDP_INLINE double mpiddp_scale(double divisor)
+{
+    double scale = 1;
+    while (scale * divisor > 1)
+        scale *= 0.5;
+    return scale;
+}
+
+/* Bit 31, or 63, is set where a value is infinite or NaN. */
+MPIDDP_INLINE uint32_t mpiddp_overflow_float(float value)
+{
+    return (mpiddp_float_bits(value) & 0x7f800000u) + 0x00800000u;
+}
+
+MPIDDP_INLINE uint64_t mpiddp_overflow_double(double value)
+{
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (bits & 0x7ff0000000000000u) + 0x0010000000000000u;
+}
+
+/* `v` where the sum is finite, else `w`. */
+MPIDDP_INLINE float mpiddp_choose_float(float sum, float v, float w)
+{
+    return mpiddp_bits_float(mpiddp_select(
+        (mpiddp_float_bits(sum) & 0x7f800000u) == 0x7f800000u,
+        mpiddp_float_bits(w), mpiddp_float_bits(v)));
+}
+
+MPIDDP_INLINE double mpiddp_choose_double(double sum, double v, double w)
+{
+    uint64_t mask = -(mpiddp_overflow_double(sum) >> 63), v_bits, w_bits;
+    memcpy(&v_bits, &v, sizeof v_bits);
+    memcpy(&w_bits, &w, sizeof w_bits);
+    v_bits = (w_bits & mask) | (v_bits & ~mask);
+    memcpy(&v, &v_bits, sizeof v);
+    return v;
 }
 
 #endif

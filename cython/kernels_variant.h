@@ -13,16 +13,26 @@
 #define ELEMENT_NAME float32
 #define ELEMENT float
 #define SUM float
+#define OVERFLOWS 1
+#define BITS uint32_t
+#define OVERFLOW(sum) mpiddp_overflow_float(sum)
+#define CHOOSE_SUM(s, v, w) mpiddp_choose_float(s, v, w)
 #include "kernels_loops.h"
 
 #define ELEMENT_NAME float64
 #define ELEMENT double
 #define SUM double
+#define OVERFLOWS 1
+#define BITS uint64_t
+#define OVERFLOW(sum) mpiddp_overflow_double(sum)
+#define CHOOSE_SUM(s, v, w) mpiddp_choose_double(s, v, w)
 #include "kernels_loops.h"
 
 #define ELEMENT_NAME float16
 #define ELEMENT uint16_t
 #define SUM float
+/* The largest float16 is 65504. */
+#define OVERFLOWS 0
 #ifdef FLOAT16_VECTOR
 #define VECTOR FLOAT16_VECTOR
 #define LANES FLOAT16_LANES
@@ -42,6 +52,10 @@
 #define ELEMENT_NAME bfloat16
 #define ELEMENT uint16_t
 #define SUM float
+#define OVERFLOWS 1
+#define BITS uint32_t
+#define OVERFLOW(sum) mpiddp_overflow_float(sum)
+#define CHOOSE_SUM(s, v, w) mpiddp_choose_float(s, v, w)
 #ifdef BFLOAT16_VECTOR
 #define VECTOR BFLOAT16_VECTOR
 #define LANES BFLOAT16_LANES
@@ -52,6 +66,9 @@
 #define ADD(v, w) BFLOAT16_ADD(v, w)
 #define MULTIPLY(v, sum) BFLOAT16_MULTIPLY(v, sum)
 #define DIVIDE(v, sum) BFLOAT16_DIVIDE(v, sum)
+#define SPREAD(sum) BFLOAT16_SPREAD(sum)
+#define DIVIDE_EACH(v, w) BFLOAT16_DIVIDE_EACH(v, w)
+#define CHOOSE(s, v, w) BFLOAT16_CHOOSE(s, v, w)
 #else
 #define LOAD(p) mpiddp_bfloat16_to_float(*(p))
 #define STORE(p, v) (*(p) = mpiddp_float_to_bfloat16(v))
@@ -91,11 +108,15 @@ static TARGET void NAME(sum, to)(
     mpiddp_reset_float_state(before);
 }
 
-static TARGET void NAME(spread, mean)(
+static TARGET size_t NAME(spread, mean)(
     int element, char *const *buffers, size_t ranks, size_t first, size_t count,
     const void *sum, double divisor)
 {
     const mpiddp_float_state before = mpiddp_set_float_state();
+    if (element == MPIDDP_FLOAT64)
+        count = NAME(finite, float64)((const double *)sum, count);
+    else if (element != MPIDDP_FLOAT16)
+        count = NAME(finite, float32)((const float *)sum, count);
     if (element == MPIDDP_FLOAT32)
         NAME(spread_mean, float32)(buffers, ranks, first, count, (const float *)sum, divisor);
     else if (element == MPIDDP_FLOAT64)
@@ -104,6 +125,42 @@ static TARGET void NAME(spread, mean)(
         NAME(spread_mean, float16)(buffers, ranks, first, count, (const float *)sum, divisor);
     else
         NAME(spread_mean, bfloat16)(buffers, ranks, first, count, (const float *)sum, divisor);
+    mpiddp_reset_float_state(before);
+    return count;
+}
+
+static TARGET void NAME(scaled_sum, to)(
+    int element, void *out, char *const *buffers, size_t ranks, size_t first, size_t count,
+    double divisor)
+{
+    const mpiddp_float_state before = mpiddp_set_float_state();
+    if (element == MPIDDP_FLOAT32)
+        NAME(scaled_sum_to, float32)((float *)out, buffers, ranks, first, count, divisor);
+    else if (element == MPIDDP_FLOAT64)
+        NAME(scaled_sum_to, float64)((double *)out, buffers, ranks, first, count, divisor);
+    else if (element == MPIDDP_FLOAT16)
+        NAME(sum_to, float16)((float *)out, buffers, ranks, first, count);
+    else
+        NAME(scaled_sum_to, bfloat16)((float *)out, buffers, ranks, first, count, divisor);
+    mpiddp_reset_float_state(before);
+}
+
+static TARGET void NAME(spread_scaled, mean)(
+    int element, char *const *buffers, size_t ranks, size_t first, size_t count,
+    const void *sum, const void *scaled, double divisor)
+{
+    const mpiddp_float_state before = mpiddp_set_float_state();
+    if (element == MPIDDP_FLOAT32)
+        NAME(spread_scaled_mean, float32)(
+            buffers, ranks, first, count, (const float *)sum, (const float *)scaled, divisor);
+    else if (element == MPIDDP_FLOAT64)
+        NAME(spread_scaled_mean, float64)(
+            buffers, ranks, first, count, (const double *)sum, (const double *)scaled, divisor);
+    else if (element == MPIDDP_FLOAT16)
+        NAME(spread_mean, float16)(buffers, ranks, first, count, (const float *)sum, divisor);
+    else
+        NAME(spread_scaled_mean, bfloat16)(
+            buffers, ranks, first, count, (const float *)sum, (const float *)scaled, divisor);
     mpiddp_reset_float_state(before);
 }
 
@@ -172,6 +229,8 @@ static const struct mpiddp_kernels JOIN(kernels, of, VARIANT) = {
     NAME(mean_in, place),
     NAME(sum, to),
     NAME(spread, mean),
+    NAME(scaled_sum, to),
+    NAME(spread_scaled, mean),
     NAME(convert, any),
 };
 
@@ -200,3 +259,6 @@ static const struct mpiddp_kernels JOIN(kernels, of, VARIANT) = {
 #undef BFLOAT16_ADD
 #undef BFLOAT16_MULTIPLY
 #undef BFLOAT16_DIVIDE
+#undef BFLOAT16_SPREAD
+#undef BFLOAT16_DIVIDE_EACH
+#undef BFLOAT16_CHOOSE

@@ -28,6 +28,9 @@
 #define BFLOAT16_ADD(v, w) mpiddp_add_pairs_avx2(v, w)
 #define BFLOAT16_MULTIPLY(v, sum) mpiddp_multiply_pair_avx2(v, sum)
 #define BFLOAT16_DIVIDE(v, sum) mpiddp_divide_pair_avx2(v, sum)
+#define BFLOAT16_SPREAD(sum) mpiddp_spread_pair_avx2(sum)
+#define BFLOAT16_DIVIDE_EACH(v, w) mpiddp_divide_pairs_avx2(v, w)
+#define BFLOAT16_CHOOSE(s, v, w) mpiddp_choose_pair_avx2(s, v, w)
 
 typedef struct {
     __m256 low, high;
@@ -89,6 +92,36 @@ MPIDDP_INLINE TARGET mpiddp_pair_avx2 mpiddp_divide_pair_avx2(
     return pair;
 }
 
+MPIDDP_INLINE TARGET mpiddp_pair_avx2 mpiddp_spread_pair_avx2(float sum)
+{
+    mpiddp_pair_avx2 pair;
+    pair.low = pair.high = _mm256_set1_ps(sum);
+    return pair;
+}
+
+MPIDDP_INLINE TARGET mpiddp_pair_avx2 mpiddp_divide_pairs_avx2(
+    mpiddp_pair_avx2 a, mpiddp_pair_avx2 b)
+{
+    a.low = _mm256_div_ps(a.low, b.low);
+    a.high = _mm256_div_ps(a.high, b.high);
+    return a;
+}
+
+MPIDDP_INLINE TARGET __m256 mpiddp_choose_avx2(__m256 sum, __m256 v, __m256 w)
+{
+    /* Zero times the sum is NaN where that is not finite. */
+    const __m256 zero = _mm256_mul_ps(sum, _mm256_setzero_ps());
+    return _mm256_blendv_ps(v, w, _mm256_cmp_ps(zero, zero, _CMP_UNORD_Q));
+}
+
+MPIDDP_INLINE TARGET mpiddp_pair_avx2 mpiddp_choose_pair_avx2(
+    mpiddp_pair_avx2 sum, mpiddp_pair_avx2 v, mpiddp_pair_avx2 w)
+{
+    v.low = mpiddp_choose_avx2(sum.low, v.low, w.low);
+    v.high = mpiddp_choose_avx2(sum.high, v.high, w.high);
+    return v;
+}
+
 MPIDDP_INLINE TARGET mpiddp_pair_avx2 mpiddp_load_pair_avx2(const float *p)
 {
     const __m256 first = _mm256_loadu_ps(p), second = _mm256_loadu_ps(p + 8);
@@ -127,6 +160,9 @@ MPIDDP_INLINE TARGET void mpiddp_store_pair_avx2(float *p, mpiddp_pair_avx2 pair
 #define BFLOAT16_ADD(v, w) mpiddp_add_pairs_avx512(v, w)
 #define BFLOAT16_MULTIPLY(v, sum) mpiddp_multiply_pair_avx512(v, sum)
 #define BFLOAT16_DIVIDE(v, sum) mpiddp_divide_pair_avx512(v, sum)
+#define BFLOAT16_SPREAD(sum) mpiddp_spread_pair_avx512(sum)
+#define BFLOAT16_DIVIDE_EACH(v, w) mpiddp_divide_pairs_avx512(v, w)
+#define BFLOAT16_CHOOSE(s, v, w) mpiddp_choose_pair_avx512(s, v, w)
 
 typedef struct {
     __m512 low, high;
@@ -183,6 +219,36 @@ MPIDDP_INLINE TARGET mpiddp_pair_avx512 mpiddp_divide_pair_avx512(
     pair.low = _mm512_div_ps(pair.low, _mm512_set1_ps(divisor));
     pair.high = _mm512_div_ps(pair.high, _mm512_set1_ps(divisor));
     return pair;
+}
+
+MPIDDP_INLINE TARGET mpiddp_pair_avx512 mpiddp_spread_pair_avx512(float sum)
+{
+    mpiddp_pair_avx512 pair;
+    pair.low = pair.high = _mm512_set1_ps(sum);
+    return pair;
+}
+
+MPIDDP_INLINE TARGET mpiddp_pair_avx512 mpiddp_divide_pairs_avx512(
+    mpiddp_pair_avx512 a, mpiddp_pair_avx512 b)
+{
+    a.low = _mm512_div_ps(a.low, b.low);
+    a.high = _mm512_div_ps(a.high, b.high);
+    return a;
+}
+
+MPIDDP_INLINE TARGET __m512 mpiddp_choose_avx512(__m512 sum, __m512 v, __m512 w)
+{
+    /* Zero times the sum is NaN where that is not finite. */
+    const __m512 zero = _mm512_mul_ps(sum, _mm512_setzero_ps());
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(zero, zero, _CMP_UNORD_Q), v, w);
+}
+
+MPIDDP_INLINE TARGET mpiddp_pair_avx512 mpiddp_choose_pair_avx512(
+    mpiddp_pair_avx512 sum, mpiddp_pair_avx512 v, mpiddp_pair_avx512 w)
+{
+    v.low = mpiddp_choose_avx512(sum.low, v.low, w.low);
+    v.high = mpiddp_choose_avx512(sum.high, v.high, w.high);
+    return v;
 }
 
 MPIDDP_INLINE TARGET mpiddp_pair_avx512 mpiddp_load_pair_avx512(const float *p)

@@ -19,18 +19,9 @@ are spread over all lanes, too.
 from libc.stdint cimport uint32_t
 from libc.stdlib cimport free
 
-from mpi4py.libmpi cimport (
-    MPI_DOUBLE,
-    MPI_FLOAT,
-    MPI_REQUEST_NULL,
-    MPI_STATUS_IGNORE,
-    MPI_SUCCESS,
-    MPI_SUM,
-    MPI_Comm,
-    MPI_Iallreduce,
-    MPI_Test,
-)
+from mpi4py.libmpi cimport MPI_SUCCESS, MPI_Comm
 
+from mpiddp.chunk_sums cimport set_up, start_sum, test_sum
 from mpiddp.engine cimport (
     ADVANCE_BLOCKED,
     ADVANCE_DONE,
@@ -44,7 +35,6 @@ from mpiddp.engine cimport (
     element_bytes,
 )
 from mpiddp.errors cimport check_errno
-from mpiddp.kernels cimport ELEMENT_FLOAT64, selected_kernels
 from mpiddp.shared cimport (
     CACHE_LINE,
     SharedBucket,
@@ -84,26 +74,17 @@ cdef void announce_to_lane(Transport *transport, Work *work) noexcept nogil:
 
 cdef int start_chunk(LaneState *state, size_t slot, Work *work, size_t chunk) noexcept nogil:
     cdef SharedBucket *bucket = <SharedBucket *>work.context
-    cdef size_t count = elements_of(state, work, chunk)
     state.works[slot] = work
-    state.chunks[slot] = chunk
     state.in_flight += 1
-    selected_kernels().sum_to(
-        work.element, state.sent[slot], bucket.buffers, state.shared.ranks,
-        first_element(state, work, chunk), count,
-    )
-    state.shared.transport.call = "MPI_Iallreduce"
-    return MPI_Iallreduce(
-        state.sent[slot], state.received[slot], <int>count,
-        MPI_DOUBLE if work.element == ELEMENT_FLOAT64 else MPI_FLOAT,
-        MPI_SUM, state.comm, &state.requests[slot],
+    return start_sum(
+        &state.sums, slot, work, bucket.buffers, state.shared.ranks,
+        first_element(state, work, chunk), elements_of(state, work, chunk),
     )
 
 
 cdef int poll(Transport *transport, int *advanced) noexcept nogil:
     """Write the means of the chunks that have arrived."""
     cdef LaneState *state = <LaneState *>transport
-    cdef SharedBucket *bucket
     cdef Work *work
     cdef size_t slot
     cdef int code, finished
@@ -113,22 +94,14 @@ cdef int poll(Transport *transport, int *advanced) noexcept nogil:
         work = state.works[slot]
         if work == NULL:
             continue
-        finished = 0
-        transport.call = "MPI_Test"
-        code = MPI_Test(&state.requests[slot], &finished, MPI_STATUS_IGNORE)
+        code = test_sum(&state.sums, slot, &finished)
         if code != MPI_SUCCESS:
             return code
         if not finished:
             continue
-        bucket = <SharedBucket *>work.context
-        selected_kernels().spread_mean(
-            work.element, bucket.buffers, state.shared.ranks,
-            first_element(state, work, state.chunks[slot]),
-            elements_of(state, work, state.chunks[slot]), state.received[slot], work.divisor,
-        )
         state.works[slot] = NULL
         state.in_flight -= 1
-        finish_chunk(&state.shared, bucket)
+        finish_chunk(&state.shared, <SharedBucket *>work.context)
         advanced[0] += 1
     return MPI_SUCCESS
 
@@ -174,7 +147,6 @@ cdef class LaneTransport:
     """
 
     def __init__(self, communicator, node, *, size_t chunk_bytes=1 << 19, size_t window=2):
-        cdef size_t slot
         cdef void *memory = NULL
         if chunk_bytes == 0 or chunk_bytes % CACHE_LINE or chunk_bytes > 1 << 29:
             raise ValueError(
@@ -195,17 +167,20 @@ cdef class LaneTransport:
         self.lane = communicator.Split(
             self.state.shared.rank if drives else MPI.UNDEFINED, communicator.Get_rank()
         )
+        self.lane_again = MPI.COMM_NULL
         if drives:
+            self.lane_again = self.lane.Dup()
             self.lane.Set_errhandler(MPI.ERRORS_RETURN)
-        self.state.comm = <MPI_Comm><size_t>self.lane.handle
+            self.lane_again.Set_errhandler(MPI.ERRORS_RETURN)
         # Before what may fail on one rank alone: it is collective.
         self.bell = make_bell(node, <size_t>&self.state.shared)
         check_errno(posix_memalign(&memory, CACHE_LINE, 4 * window * chunk_bytes), "posix_memalign")
         self.memory = <char *>memory
-        for slot in range(window):
-            self.state.sent[slot] = self.memory + 4 * slot * chunk_bytes
-            self.state.received[slot] = self.memory + (4 * slot + 2) * chunk_bytes
-            self.state.requests[slot] = MPI_REQUEST_NULL
+        # 16-bit elements are summed in twice as many bytes.
+        set_up(
+            &self.state.sums, &self.state.shared.transport, <MPI_Comm><size_t>self.lane.handle,
+            <MPI_Comm><size_t>self.lane_again.handle, self.memory, window, 2 * chunk_bytes,
+        )
         self.state.shared.transport.announce = announce_to_lane
         self.state.shared.transport.poll = poll
         self.state.shared.transport.advance = advance
@@ -231,8 +206,9 @@ cdef class LaneTransport:
         """Free the communicators. Collective."""
         from mpi4py import MPI
 
-        if self.lane != MPI.COMM_NULL:
-            self.lane.Free()
+        for lane in (self.lane, self.lane_again):
+            if lane != MPI.COMM_NULL:
+                lane.Free()
         self.node.Free()
 
     @property

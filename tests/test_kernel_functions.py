@@ -4,6 +4,7 @@ The reference knows floating-point formats by their definition only: it decodes 
 powers of two, and rounds by looking for the nearest of all numbers of the format.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -128,16 +129,34 @@ def assert_same(actual: Array, expected: Array, dtype: torch.dtype) -> None:
     assert not examples, f"{len(wrong)} differ (index, got, expected): {examples}"
 
 
-def mean(columns: list[Array], dtype: torch.dtype, divisor: float | None) -> Array:
-    """Return the bits of the mean, or of the sum when there is no divisor."""
+def scale_of(divisor: float) -> float:
+    """Return the largest power of two, up to one, that makes so many numbers' sum finite."""
+    return min(1.0, 2.0 ** -math.ceil(math.log2(divisor)))
+
+
+def total_of(columns: list[Array], dtype: torch.dtype, scale: float = 1) -> Array:
     wide = np.float64 if dtype is torch.float64 else np.float32
     with np.errstate(all="ignore"):
-        total = decode(columns[0], dtype).astype(wide)
+        total = decode(columns[0], dtype).astype(wide) * wide(scale)
         for column in columns[1:]:
-            total = total + decode(column, dtype).astype(wide)
-        if divisor is None:
-            return total.view(np.uint64 if wide is np.float64 else np.uint32)
-        return encode((total / wide(divisor)).astype(np.float64), dtype)
+            total = total + decode(column, dtype).astype(wide) * wide(scale)
+    return total
+
+
+def mean(columns: list[Array], dtype: torch.dtype, divisor: float | None) -> Array:
+    """Return the bits of the mean, or of the sum when there is no divisor.
+
+    A sum that overflows gives way to one of smaller operands.
+    """
+    wide = np.float64 if dtype is torch.float64 else np.float32
+    total = total_of(columns, dtype)
+    if divisor is None:
+        return total.view(np.uint64 if wide is np.float64 else np.uint32)
+    with np.errstate(all="ignore"):
+        scaled = total_of(columns, dtype, scale_of(divisor))
+        scaled /= wide(divisor) * wide(scale_of(divisor))
+        quotient = np.where(np.isfinite(total), total / wide(divisor), scaled)
+        return encode(quotient.astype(np.float64), dtype)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -377,15 +396,50 @@ class TestRanges:
             buffers.assert_now(first, count, None)
 
     def test_spread_mean(self, name: str, dtype: torch.dtype, ranks: int) -> None:
+        """Up to the first block that has a sum which is not finite; all of float16."""
         wide = sum_dtype(dtype)
-        bits = np.concatenate(
-            [special_bits(wide), random_bits(300, wide, 8), moderate_bits(2500, wide, 9)]
-        )
+        finite = moderate_bits(2700, wide, 9)
         for buffers, first, count, divisor in cases(dtype, ranks):
-            sums = from_bits(bits, wide)[first : first + count]
-            kernels.spread_mean(name, buffers.tensors, first, count, sums, divisor)
-            expected = mean([bits_of(sums)], wide, divisor)
-            expected = encode(decode(expected, wide), dtype)
+            for special in (None, 0, count // 2, count - 1):
+                sums = from_bits(finite, wide)[first : first + count]
+                if special is not None and count:
+                    sums[special] = (torch.inf, -torch.inf, torch.nan)[count % 3]
+                put = count
+                if special is not None and count and dtype is not torch.float16:
+                    put = special - special % 1024
+                assert kernels.spread_mean(
+                    name, buffers.tensors, first, count, sums, divisor
+                ) == put
+                expected = mean([bits_of(sums[:put])], wide, divisor)
+                expected = encode(decode(expected, wide), dtype)
+                buffers.assert_now(first, put, expected)
+                buffers.restore()
+
+    def test_scaled_sum_to(self, name: str, dtype: torch.dtype, ranks: int) -> None:
+        wide = sum_dtype(dtype)
+        for buffers, first, count, divisor in cases(dtype, ranks):
+            out = torch.full((count + 5,), 7, dtype=wide)
+            kernels.scaled_sum_to(name, out[3:], buffers.tensors, first, count, divisor)
+            scale = 1 if dtype is torch.float16 else scale_of(divisor)
+            expected = encode(
+                total_of(buffers.columns(first, count), dtype, scale).astype(np.float64), wide
+            )
+            assert_same(bits_of(out[3 : count + 3]), expected, wide)
+            assert (out[:3] == 7).all()
+            assert (out[count + 3 :] == 7).all()
+            buffers.assert_now(first, count, None)
+
+    def test_spread_scaled_mean(self, name: str, dtype: torch.dtype, ranks: int) -> None:
+        """Sums and scaled sums of the buffers give the same as the mean in place."""
+        wide = sum_dtype(dtype)
+        for buffers, first, count, divisor in cases(dtype, ranks):
+            sums, scaled = torch.empty(2, count, dtype=wide)
+            kernels.sum_to(name, sums, buffers.tensors, first, count)
+            kernels.scaled_sum_to(name, scaled, buffers.tensors, first, count, divisor)
+            kernels.spread_scaled_mean(
+                name, buffers.tensors, first, count, sums, scaled, divisor
+            )
+            expected = mean(buffers.columns(first, count), dtype, divisor)
             buffers.assert_now(first, count, expected)
 
 
