@@ -448,11 +448,20 @@ cdef class Channel:
     cdef WaitStatus wait(self, Work *work, double timeout) except *:
         """Drive the engine until `work` is done.
 
-        `timeout` counts, in seconds, from the last chunk that finished here.
+        `timeout` counts, in seconds, from the last chunk that finished here: for all-reduces of one
+        module, which follow one another.
+        """
+        return self.wait_until(work, now(), timeout)
+
+    cdef WaitStatus wait_until(self, Work *work, double deadline, double patience) except *:
+        """Drive the engine until `work` is done or it is later than `deadline`.
+
+        With `patience`, it must also be so many seconds since the last chunk that finished here,
+        and since `deadline`. Without, what others have submitted here does not count.
         """
         cdef EngineState *state = self.engine.state
         cdef ChannelState *channel = &self.state
-        cdef double began, until
+        cdef double until
         cdef int ended = load(&work.done)
         if ended:
             return WAIT_DONE
@@ -460,15 +469,18 @@ cdef class Channel:
             pthread_mutex_lock(&state.queue_lock)
             state.waiters += 1
             pthread_mutex_unlock(&state.queue_lock)
-        began = now()
         try:
             while not ended:
-                until = max(began, channel.last_progress) + timeout
+                until = deadline
+                if patience:
+                    until = max(deadline, channel.last_progress) + patience
                 with nogil:
                     ended = drive(state, channel, work, min(until, now() + SIGNAL_CHECK))
                 if not ended:
                     PyErr_CheckSignals()
-                    if now() > max(began, channel.last_progress) + timeout:
+                    if patience:
+                        until = max(deadline, channel.last_progress) + patience
+                    if now() > until:
                         return WAIT_TIMED_OUT
         finally:
             pthread_mutex_lock(&state.queue_lock)

@@ -60,6 +60,9 @@ cdef double SIGNAL_CHECK = 0.1
 cdef double YIELD = 20e-3
 cdef double AWAKE = 100e-6
 
+# Operations that nobody waits for any more: MPI may still use their memory, and the engine them.
+_abandoned = []
+
 
 cdef Advance advance(Transport *transport, Work *work, int helping) noexcept nogil:
     """Test one submitted request; one that failed is done, and the others go on."""
@@ -196,7 +199,8 @@ cdef class Pending:
         request: mpi4py's object, which nobody else tests or waits for.
         communicator: mpi4py's, that it runs on; named in errors.
         call: the MPI function that began it, for errors.
-        memory: what MPI reads and writes; kept until the operation has ended.
+        memory: what MPI reads and writes; kept until the operation has ended, also if an exception
+            or Ctrl-C has left this object to the garbage collector.
     """
 
     def __cinit__(self, Requests requests not None, request, communicator, str call, memory):
@@ -206,6 +210,11 @@ cdef class Pending:
         self.call = call
         self.memory = memory
         self.state.request = <MPI_Request><size_t>request.handle
+
+    def __del__(self):
+        if not self.done:
+            _abandoned[:] = [pending for pending in _abandoned if not pending.done]
+            _abandoned.append(self)
 
     @property
     def done(self):
@@ -246,7 +255,7 @@ cdef class Pending:
             until = min(began + seconds, now() + SIGNAL_CHECK)
             if self.channel is not None:
                 finished = (
-                    self.channel.wait(&self.state.work, until - now()) == WAIT_DONE
+                    self.channel.wait_until(&self.state.work, until, 0.0) == WAIT_DONE
                     or load(&self.state.work.done)
                 )
             else:
