@@ -27,6 +27,8 @@ from mpi4py.libmpi cimport MPI_COMM_NULL, MPI_SUCCESS, MPI_Comm
 
 from mpiddp.chunks cimport move_chunks
 from mpiddp.errors cimport check, check_errno
+from mpiddp.forks cimport is_child
+from mpiddp.forks import check as check_process
 from mpiddp.memory import allocate_private
 from mpiddp.queues cimport fail
 from mpiddp.system cimport (
@@ -416,7 +418,7 @@ cdef class Engine:
 
     cdef int step(self) noexcept nogil:
         cdef int advanced = 0
-        if pthread_mutex_trylock(&self.state.progress_lock) == 0:
+        if not is_child() and pthread_mutex_trylock(&self.state.progress_lock) == 0:
             advanced = step_channels(self.state, False)
             pthread_mutex_unlock(&self.state.progress_lock)
         return advanced
@@ -433,6 +435,8 @@ cdef class Channel:
     cdef int submit(self, Work *work) except -1:
         """Queue `work`; its memory belongs to the engine until it is done."""
         cdef EngineState *state = self.engine.state
+        if is_child():
+            check_process("an all-reduce of gradients")
         if self.state.failure:
             self._raise_failure()
         if self.closed:
@@ -465,6 +469,8 @@ cdef class Channel:
         cdef int ended = load(&work.done)
         if ended:
             return WAIT_DONE
+        if is_child():
+            check_process("the wait for an all-reduce")
         with nogil:
             pthread_mutex_lock(&state.queue_lock)
             state.waiters += 1

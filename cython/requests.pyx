@@ -29,6 +29,7 @@ from mpiddp.engine cimport (
     Work,
 )
 from mpiddp.errors cimport check, check_errno
+from mpiddp.forks cimport is_child
 from mpiddp.system cimport (
     as_timespec,
     getpid,
@@ -50,6 +51,7 @@ from mpiddp.system cimport (
     sleep_for,
 )
 from mpiddp.waiting cimport SPIN, sleep_after
+from mpiddp.forks import check as check_process
 
 
 cdef double SIGNAL_CHECK = 0.1
@@ -229,6 +231,8 @@ cdef class Pending:
         """
         cdef int finished = 0
         if not self.done:
+            if is_child():
+                check_process(f"the test of {self.call}")
             if self.channel is not None:
                 self.requests.engine.step()
             else:
@@ -251,6 +255,8 @@ cdef class Pending:
         cdef double until
         cdef int finished = self.done
         cdef Engine engine = self.requests.engine
+        if is_child() and not finished:
+            check_process(f"the wait for {self.call}")
         while not finished:
             until = min(began + seconds, now() + SIGNAL_CHECK)
             if self.channel is not None:

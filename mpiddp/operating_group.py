@@ -17,7 +17,7 @@ from mpi4py import MPI
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch._C._distributed_c10d import Work as TorchWork
 
-from mpiddp import agreement, device_tensors
+from mpiddp import agreement, device_tensors, forks
 from mpiddp.calls import Call, call_of
 from mpiddp.compilation import run_as_it_is
 from mpiddp.completion import Completion
@@ -99,8 +99,10 @@ class OperatingGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Free the group's communicator.
 
-        Collective. Harmless when called twice.
+        Collective. Harmless when called twice, and in a forked child.
         """
+        if forks.forked():
+            return
         self._sweep()
         self.abandon(*self._under_way)
         self._under_way.clear()
@@ -210,6 +212,7 @@ class OperatingGroup(dist.ProcessGroup):
             what = (function, arguments, opts, tensors, detail, compared, elements, message)
             with torch.profiler.record_function(f"mpiddp:{name}"):
                 return self._start(name, *what, profiled=True)
+        forks.check(name)
         number = 0
         at_once = opts is not None and not opts.asyncOp and self._together is None
         copies = None

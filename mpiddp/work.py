@@ -33,6 +33,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._distributed_c10d import Work as TorchWork
 
+from mpiddp import forks
+
 if TYPE_CHECKING:
     from mpiddp.operating_group import OperatingGroup
     from mpiddp.requests import Pending
@@ -99,6 +101,7 @@ class Work(TorchWork):
     def wait_for_end(self, seconds: float | None = None) -> bool:
         """Wait until the operation has ended, well or not; return whether it has in time."""
         if self._operation is not None:
+            forks.check(f"the wait for {self.name}")
             seconds = self._seconds if seconds is None else seconds
             until = time.monotonic() + seconds
             # Another thread may wait here already, and longer.
@@ -115,6 +118,8 @@ class Work(TorchWork):
 
     def is_completed(self) -> bool:
         """Return whether the operation is complete, well or not."""
+        if forks.forked():
+            return self._operation is None
         if self._operation is not None and self._lock.acquire(blocking=False):
             try:
                 if self._operation is not None:
