@@ -45,6 +45,7 @@ cdef class Channel:
 
     cdef int submit(self, Work *work) except -1
     cdef WaitStatus wait(self, Work *work, double timeout) except *
+    cdef WaitStatus wait_until(self, Work *work, double deadline, double patience) except *
     cdef void poke(self) noexcept nogil
 
 

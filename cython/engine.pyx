@@ -27,6 +27,8 @@ from mpi4py.libmpi cimport MPI_COMM_NULL, MPI_SUCCESS, MPI_Comm
 
 from mpiddp.chunks cimport move_chunks
 from mpiddp.errors cimport check, check_errno
+from mpiddp.forks cimport is_child
+from mpiddp.forks import check as check_process
 from mpiddp.memory import allocate_private
 from mpiddp.queues cimport fail
 from mpiddp.system cimport (
@@ -416,7 +418,7 @@ cdef class Engine:
 
     cdef int step(self) noexcept nogil:
         cdef int advanced = 0
-        if pthread_mutex_trylock(&self.state.progress_lock) == 0:
+        if not is_child() and pthread_mutex_trylock(&self.state.progress_lock) == 0:
             advanced = step_channels(self.state, False)
             pthread_mutex_unlock(&self.state.progress_lock)
         return advanced
@@ -433,6 +435,8 @@ cdef class Channel:
     cdef int submit(self, Work *work) except -1:
         """Queue `work`; its memory belongs to the engine until it is done."""
         cdef EngineState *state = self.engine.state
+        if is_child():
+            check_process("an all-reduce of gradients")
         if self.state.failure:
             self._raise_failure()
         if self.closed:
@@ -448,27 +452,41 @@ cdef class Channel:
     cdef WaitStatus wait(self, Work *work, double timeout) except *:
         """Drive the engine until `work` is done.
 
-        `timeout` counts, in seconds, from the last chunk that finished here.
+        `timeout` counts, in seconds, from the last chunk that finished here: for all-reduces of one
+        module, which follow one another.
+        """
+        return self.wait_until(work, now(), timeout)
+
+    cdef WaitStatus wait_until(self, Work *work, double deadline, double patience) except *:
+        """Drive the engine until `work` is done or it is later than `deadline`.
+
+        With `patience`, it must also be so many seconds since the last chunk that finished here,
+        and since `deadline`. Without, what others have submitted here does not count.
         """
         cdef EngineState *state = self.engine.state
         cdef ChannelState *channel = &self.state
-        cdef double began, until
+        cdef double until
         cdef int ended = load(&work.done)
         if ended:
             return WAIT_DONE
+        if is_child():
+            check_process("the wait for an all-reduce")
         with nogil:
             pthread_mutex_lock(&state.queue_lock)
             state.waiters += 1
             pthread_mutex_unlock(&state.queue_lock)
-        began = now()
         try:
             while not ended:
-                until = max(began, channel.last_progress) + timeout
+                until = deadline
+                if patience:
+                    until = max(deadline, channel.last_progress) + patience
                 with nogil:
                     ended = drive(state, channel, work, min(until, now() + SIGNAL_CHECK))
                 if not ended:
                     PyErr_CheckSignals()
-                    if now() > max(began, channel.last_progress) + timeout:
+                    if patience:
+                        until = max(deadline, channel.last_progress) + patience
+                    if now() > until:
                         return WAIT_TIMED_OUT
         finally:
             pthread_mutex_lock(&state.queue_lock)

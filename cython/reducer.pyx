@@ -43,6 +43,7 @@ from torch.autograd import Variable
 from mpiddp.bucket cimport INCOMPLETE, JOINED, MISSED, Bucket
 from mpiddp.device_bucket cimport DeviceBucket
 from mpiddp.engine cimport WAIT_TIMED_OUT, work_is_done
+from mpiddp.forks cimport is_child
 from mpiddp.places cimport (
     bring_plain, copy_to_place, find_place, is_in_place, write_gradient,
 )
@@ -52,6 +53,7 @@ from mpiddp.torch_tensors cimport has_gradient
 from mpiddp import forward_passes, sparse_gradients
 from mpiddp.bucket_building import make_buckets
 from mpiddp.bucket_roll_call import explain_missing
+from mpiddp.forks import check as check_process
 from mpiddp.python_hook import wait_for_all
 from mpiddp.verification import (
     raise_no_view, raise_other_kind, raise_timed_out, raise_used_again, refuse_shared_views,
@@ -336,6 +338,8 @@ cdef class Reducer:
     cdef int queue_callback(self) except -1:
         """Have `end_of_backward` called, see Note [End of backward]."""
         if self.expecting and not self.callback_queued:
+            if is_child():
+                check_process("backward of a module wrapped in DistributedDataParallel")
             if self.sharing:
                 refuse_shared_views(self, self.sharing)
             self.callback_queued = True
@@ -559,6 +563,7 @@ cdef class Reducer:
         Raises:
             RuntimeError: the previous backward did not end.
         """
+        check_process("forward of DistributedDataParallel with gradients enabled")
         self.iterations += 1
         self.forward_began = now()
         if self.divisor != self.world_size:

@@ -29,6 +29,7 @@ from mpiddp.engine cimport (
     Work,
 )
 from mpiddp.errors cimport check, check_errno
+from mpiddp.forks cimport is_child
 from mpiddp.system cimport (
     as_timespec,
     getpid,
@@ -50,6 +51,7 @@ from mpiddp.system cimport (
     sleep_for,
 )
 from mpiddp.waiting cimport SPIN, sleep_after
+from mpiddp.forks import check as check_process
 
 
 cdef double SIGNAL_CHECK = 0.1
@@ -59,6 +61,9 @@ cdef double SIGNAL_CHECK = 0.1
 # yields for longer than the engine before it sleeps, and after each sleep tests for a while.
 cdef double YIELD = 20e-3
 cdef double AWAKE = 100e-6
+
+# Operations that nobody waits for any more: MPI may still use their memory, and the engine them.
+_abandoned = []
 
 
 cdef Advance advance(Transport *transport, Work *work, int helping) noexcept nogil:
@@ -196,7 +201,8 @@ cdef class Pending:
         request: mpi4py's object, which nobody else tests or waits for.
         communicator: mpi4py's, that it runs on; named in errors.
         call: the MPI function that began it, for errors.
-        memory: what MPI reads and writes; kept until the operation has ended.
+        memory: what MPI reads and writes; kept until the operation has ended, also if an exception
+            or Ctrl-C has left this object to the garbage collector.
     """
 
     def __cinit__(self, Requests requests not None, request, communicator, str call, memory):
@@ -206,6 +212,11 @@ cdef class Pending:
         self.call = call
         self.memory = memory
         self.state.request = <MPI_Request><size_t>request.handle
+
+    def __del__(self):
+        if not self.done:
+            _abandoned[:] = [pending for pending in _abandoned if not pending.done]
+            _abandoned.append(self)
 
     @property
     def done(self):
@@ -220,6 +231,8 @@ cdef class Pending:
         """
         cdef int finished = 0
         if not self.done:
+            if is_child():
+                check_process(f"the test of {self.call}")
             if self.channel is not None:
                 self.requests.engine.step()
             else:
@@ -242,11 +255,13 @@ cdef class Pending:
         cdef double until
         cdef int finished = self.done
         cdef Engine engine = self.requests.engine
+        if is_child() and not finished:
+            check_process(f"the wait for {self.call}")
         while not finished:
             until = min(began + seconds, now() + SIGNAL_CHECK)
             if self.channel is not None:
                 finished = (
-                    self.channel.wait(&self.state.work, until - now()) == WAIT_DONE
+                    self.channel.wait_until(&self.state.work, until, 0.0) == WAIT_DONE
                     or load(&self.state.work.done)
                 )
             else:

@@ -9,21 +9,104 @@ left behind when a job is killed, and each piece lives as long as anybody maps i
 a gradient may outlive its model and nothing collective happens at garbage collection.
 posix_fallocate takes the pages at once: too little memory is an error here instead of a
 bus error in backward, and they come from the memory next to their owner's core.
+
+Note [Memory in forked children]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A child of fork() has the same mappings, so what it wrote to a gradient, all ranks would train
+with. Therefore each rank keeps the file of its own piece open, and in a child that piece is mapped
+anew at the same address, as private: it reads what is there, as long as it writes nothing it also
+sees what its parent writes later, and what it writes nobody else sees. Nothing is copied at the
+fork. The pieces of other ranks are taken from it; only the reducer knows their addresses.
+All forks of the C library are seen, so those of other languages' libraries too.
 """
 
 import os
 
 from cpython.buffer cimport PyBuffer_FillInfo
-from libc.errno cimport errno
+from libc.errno cimport EINVAL, errno
+
+from mpiddp.errors cimport check_errno
+from mpiddp.system cimport (
+    pthread_atfork, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock,
+)
 
 
 cdef extern from "<sys/mman.h>" nogil:
     void *mmap(void *, size_t, int, int, int, long long)
     int munmap(void *, size_t)
+    const int PROT_NONE
     const int PROT_READ
     const int PROT_WRITE
+    const int MAP_ANONYMOUS
+    const int MAP_FIXED
+    const int MAP_NORESERVE
+    const int MAP_PRIVATE
     const int MAP_SHARED
     void *MAP_FAILED
+
+cdef extern from "<sys/stat.h>" nogil:
+    struct file_status "stat":
+        unsigned long long st_dev
+        unsigned long long st_ino
+    int fstat(int, file_status *)
+
+cdef extern from "<unistd.h>" nogil:
+    int close(int)
+
+cdef enum:
+    # Of Linux 6.3 and newer; administrators may refuse files without it (vm.memfd_noexec).
+    MFD_NOEXEC_SEAL = 0x0008
+
+# All mappings of this process, and what guards the list while it forks.
+cdef Segment *segments = NULL
+cdef pthread_mutex_t segments_lock
+
+
+cdef void before_fork() noexcept nogil:
+    pthread_mutex_lock(&segments_lock)
+
+
+cdef void after_fork() noexcept nogil:
+    pthread_mutex_unlock(&segments_lock)
+
+
+cdef int is_open(Segment *segment) noexcept nogil:
+    """Return whether the descriptor is still that of the file: programs close what they find."""
+    cdef file_status status
+    return (
+        segment.descriptor >= 0
+        and fstat(segment.descriptor, &status) == 0
+        and status.st_dev == segment.device
+        and status.st_ino == segment.inode
+    )
+
+
+cdef void after_fork_in_child() noexcept nogil:
+    """Take all mappings out of the memory that the ranks share; nothing else runs by then."""
+    cdef Segment *segment = segments
+    cdef int kept
+    while segment != NULL:
+        kept = False
+        if is_open(segment):
+            kept = mmap(
+                segment.address, segment.size, PROT_READ | PROT_WRITE,
+                MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, segment.descriptor, 0,
+            ) != MAP_FAILED
+            close(segment.descriptor)
+            segment.descriptor = -1
+        if not kept and not segment.private:
+            # The addresses stay taken, for `munmap` to find nobody else's memory there.
+            mmap(
+                segment.address, segment.size, PROT_NONE,
+                MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0,
+            )
+        segment.private = True
+        segment = segment.next
+    pthread_mutex_unlock(&segments_lock)
+
+
+check_errno(pthread_mutex_init(&segments_lock, NULL), "pthread_mutex_init")
+check_errno(pthread_atfork(before_fork, after_fork, after_fork_in_child), "pthread_atfork")
 
 
 cdef class Mapping:
@@ -32,23 +115,58 @@ cdef class Mapping:
     Not collective.
 
     Args:
-        descriptor: of the file; it may be closed afterwards.
+        descriptor: of the file; it may be closed afterwards, unless it is `own`.
         size: in bytes.
+        own: the descriptor is closed with the mapping, and forked children keep the content, see
+            Note [Memory in forked children].
 
     Raises:
         OSError: the file cannot be mapped.
     """
 
-    def __init__(self, int descriptor, Py_ssize_t size):
+    def __init__(self, int descriptor, Py_ssize_t size, *, bint own=False):
+        cdef Segment *segment = &self.segment
+        cdef file_status status
         cdef void *address = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0)
         if address == MAP_FAILED:
             raise OSError(errno, f"mmap of {size} bytes: {os.strerror(errno)}")
         self.address = <char *>address
         self.size = size
+        segment.address = self.address
+        segment.size = size
+        segment.descriptor = -1
+        if own and fstat(descriptor, &status) == 0:
+            segment.device = status.st_dev
+            segment.inode = status.st_ino
+            segment.descriptor = descriptor
+        self._enlist()
 
     def __dealloc__(self):
         if self.address != NULL:
+            self._strike_off()
             munmap(self.address, self.size)
+            if is_open(&self.segment):
+                close(self.segment.descriptor)
+
+    cdef void _enlist(self) noexcept nogil:
+        global segments
+        pthread_mutex_lock(&segments_lock)
+        self.segment.next = segments
+        if segments != NULL:
+            segments.previous = &self.segment
+        segments = &self.segment
+        pthread_mutex_unlock(&segments_lock)
+
+    cdef void _strike_off(self) noexcept nogil:
+        global segments
+        pthread_mutex_lock(&segments_lock)
+        if self.segment.previous == NULL:
+            segments = self.segment.next
+        else:
+            self.segment.previous.next = self.segment.next
+        if self.segment.next != NULL:
+            self.segment.next.previous = self.segment.previous
+        pthread_mutex_unlock(&segments_lock)
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         PyBuffer_FillInfo(buffer, self, self.address, self.size, 0, flags)
@@ -68,15 +186,16 @@ def allocate(node, Py_ssize_t size):
             all ranks.
     """
     cdef int descriptor = -1
+    cdef Py_ssize_t rank
     problem = ""
     identity = None
     mappings = []
     try:
         try:
-            descriptor = os.memfd_create("mpiddp", os.MFD_CLOEXEC)
+            descriptor = _create_file()
             os.posix_fallocate(descriptor, 0, size)
             identity = _identity(descriptor)
-        except (AttributeError, OSError) as error:
+        except (AttributeError, MemoryError, OSError) as error:
             problem = f"cannot make {size} bytes of shared memory: {error}"
         pieces = node.allgather(
             (f"/proc/{os.getpid()}/fd/{descriptor}", identity, size, problem)
@@ -86,9 +205,14 @@ def allocate(node, Py_ssize_t size):
             problem = f"the ranks ask for different sizes of shared memory, in bytes: {sizes}"
         elif not any(text for _, _, _, text in pieces):
             try:
-                mappings = [_map(path, expected, size) for path, expected, _, _ in pieces]
-            except OSError as error:
-                problem = f"cannot map another rank's memory: {error}"
+                for rank, (path, expected, _, _) in enumerate(pieces):
+                    if rank == node.Get_rank():
+                        mappings.append(Mapping(descriptor, size, own=True))
+                        descriptor = -1
+                    else:
+                        mappings.append(_map(path, expected, size))
+            except (MemoryError, OSError) as error:
+                problem = f"cannot map the memory of rank {rank} of the node: {error}"
         problems = [text for text in node.allgather(problem) if text]
     finally:
         if descriptor >= 0:
@@ -96,6 +220,16 @@ def allocate(node, Py_ssize_t size):
     if problems:
         raise OSError(problems[0])
     return mappings
+
+
+def _create_file():
+    """Return the descriptor of a new anonymous file that nobody can execute."""
+    try:
+        return os.memfd_create("mpiddp", os.MFD_CLOEXEC | MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != EINVAL:
+            raise
+        return os.memfd_create("mpiddp", os.MFD_CLOEXEC)    # before Linux 6.3
 
 
 def _identity(descriptor):

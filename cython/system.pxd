@@ -19,6 +19,9 @@ cdef extern from "<pthread.h>" nogil:
         pass
     ctypedef struct pthread_condattr_t:
         pass
+    int pthread_atfork(
+        void (*)() noexcept nogil, void (*)() noexcept nogil, void (*)() noexcept nogil
+    )
     int pthread_create(pthread_t *, const void *, void *(*)(void *) noexcept nogil, void *)
     int pthread_join(pthread_t, void **)
     int pthread_mutex_init(pthread_mutex_t *, const void *)

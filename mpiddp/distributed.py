@@ -20,7 +20,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _rank_not_in_group
 from torch.nn.parallel.distributed import _find_tensors
 
-from mpiddp import argument_checks, comm_hooks, joined, optimizer_in_backward, verification
+from mpiddp import (
+    argument_checks,
+    comm_hooks,
+    forks,
+    joined,
+    optimizer_in_backward,
+    verification,
+)
 from mpiddp.bucket_assignment import BucketAssignment
 from mpiddp.communicator_group import group_of, is_communicator
 from mpiddp.compilation import run_as_it_is
@@ -136,6 +143,7 @@ class DistributedDataParallel(TorchWrapper):
         transport: str | None = None,
     ) -> None:
         arguments = dict(locals())
+        forks.check("DistributedDataParallel")
         argument_checks.check_module(module)
         argument_checks.check_flags(arguments)
         argument_checks.check_devices(module, device_ids, output_device)

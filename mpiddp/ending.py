@@ -79,7 +79,7 @@ class Ending:
             else:
                 # Where mpiddp is initialised, its hook aborts the job with the same status.
                 sys.excepthook(type(error), error, error.__traceback__)
-        if self._world_size > 1:
+        if self._world_size > 1 and os.getpid() == self._process_id:
             abort_job(self._status)
         return self._status
 

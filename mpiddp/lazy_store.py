@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import Store, TCPStore
 
+from mpiddp import forks
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -112,6 +114,7 @@ class LazyStore(Store):
         )
 
     def _store(self) -> TCPStore:
+        forks.check("the store of torch.distributed")
         with self._opening:
             if self._closed:
                 raise RuntimeError("the process group of this store has been destroyed")
@@ -131,6 +134,8 @@ class LazyStore(Store):
 
     def close(self) -> None:
         """End the server, or the connection to it. Harmless when called twice."""
+        if forks.forked():
+            return  # both are the parent's, and so may be the lock
         with self._opening:
             self._closed = True
             self._opened = None

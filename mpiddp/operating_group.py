@@ -6,6 +6,7 @@ Which operations there are, it does not know; `mpiddp.process_group` builds torc
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,7 @@ from mpi4py import MPI
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch._C._distributed_c10d import Work as TorchWork
 
-from mpiddp import agreement, device_tensors
+from mpiddp import agreement, device_tensors, forks
 from mpiddp.bucket_roll_call import Modules
 from mpiddp.calls import Call, call_of
 from mpiddp.compilation import run_as_it_is
@@ -30,7 +31,7 @@ from mpiddp.work import COMPLETED, CompletedWork, Operation, Work
 # Seconds that most operations end in: until then their time limit is not even looked at.
 _SHORT = 5e-3
 
-# Memory that MPI may still write to after a time limit was reached.
+# Memory that MPI may still write to after a time limit was reached, or after Ctrl-C.
 _abandoned: list[object] = []
 
 
@@ -100,8 +101,10 @@ class OperatingGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Free the group's communicator.
 
-        Collective. Harmless when called twice.
+        Collective. Harmless when called twice, and in a forked child.
         """
+        if forks.forked():
+            return
         self._sweep()
         self.abandon(*self._under_way)
         self._under_way.clear()
@@ -147,10 +150,10 @@ class OperatingGroup(dist.ProcessGroup):
         Raises:
             RuntimeError: other ranks did not come within the group's timeout.
         """
+        # It keeps the memory if an exception ends the wait.
         pending = self.pending(request, call, *memory)
         seconds = self.timeout.total_seconds()
         if not pending.wait(seconds):
-            self.abandon(pending)
             raise self.timed_out(name, seconds)
 
     def abandon(self, *memory: object) -> None:
@@ -211,6 +214,7 @@ class OperatingGroup(dist.ProcessGroup):
             what = (function, arguments, opts, tensors, detail, compared, elements, message)
             with torch.profiler.record_function(f"mpiddp:{name}"):
                 return self._start(name, *what, profiled=True)
+        forks.check(name)
         number = 0
         at_once = opts is not None and not opts.asyncOp and self._together is None
         copies = None
@@ -226,7 +230,15 @@ class OperatingGroup(dist.ProcessGroup):
                 number = self.entered
                 if self._checked:
                     agreement.check(self, name, detail, tensors, compared, elements)
-            pending = next(operation)
+            try:
+                pending = next(operation)
+            except (TypeError, ValueError, RuntimeError):
+                raise  # before MPI was called, or by it
+            except BaseException as error:
+                # Of a signal's handler. MPI may have begun what no Pending keeps the memory of, but
+                # these frames do.
+                self.abandon(error.__traceback__, arguments)
+                raise
         waited = pending if isinstance(pending, list) else [pending]
         if at_once:
             return self._finish(name, operation, waited, opts, number)
@@ -255,9 +267,13 @@ class OperatingGroup(dist.ProcessGroup):
         opts: Any,
         number: int,
     ) -> CompletedWork:
+        until = 0.0
         try:
             for pending in waited:
-                if not pending.wait(_SHORT) and not pending.wait(self._limit(opts) - _SHORT):
+                if pending.wait(_SHORT):
+                    continue
+                until = until or time.monotonic() + self._limit(opts) - _SHORT
+                if not pending.wait(max(until - time.monotonic(), 0.0)):
                     raise self.timed_out(name, self._limit(opts), number)
         except BaseException:
             self.abandon(operation, waited)

@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import (
 )
 from torch._C._distributed_c10d import Work as TorchWork
 
-from mpiddp import data_movement, messages, reductions
+from mpiddp import data_movement, forks, messages, reductions
 from mpiddp.abort import abort_job
 from mpiddp.agreement import by_rank, by_rows, for_one
 from mpiddp.backend_questions import AnsweringGroup
@@ -88,8 +88,10 @@ class ProcessGroup(AnsweringGroup):
     def shutdown(self) -> None:
         """Free the group's communicators.
 
-        Collective. Harmless when called twice.
+        Collective. Harmless when called twice, and in a forked child.
         """
+        if forks.forked():
+            return
         self.gradient_queues.free()
         if self._state_broadcast is not None:
             self._state_broadcast.free()
@@ -104,6 +106,7 @@ class ProcessGroup(AnsweringGroup):
 
     def abort(self) -> None:
         """End every rank of the job, as MPI_Abort does. Not collective."""
+        forks.check("abort")
         abort_job(1)
 
     # Reductions. 16-bit floats are reduced in float32 and rounded once.
@@ -385,6 +388,7 @@ class ProcessGroup(AnsweringGroup):
         Raises:
             RuntimeError: a rank did not come within `timeout`, by default the group's.
         """
+        forks.check("monitored_barrier")
         self._enter("monitored_barrier")
         if self._monitored_barrier is None:
             self._monitored_barrier = MonitoredBarrier(self)
@@ -436,6 +440,7 @@ class ProcessGroup(AnsweringGroup):
 
         Collective.
         """
+        forks.check("a forward that copies rank 0's buffers to all ranks")
         self._enter("broadcast of parameters or buffers", tensors)
         if self._state_broadcast is None:
             self._state_broadcast = StateBroadcast(self, self.communicator)
@@ -445,6 +450,7 @@ class ProcessGroup(AnsweringGroup):
         self, transport: str, parameters: Sequence[torch.Tensor]
     ) -> dict[torch.device, Channel]:
         """Return queues for gradients, see `GradientQueues.lend_for`. Collective."""
+        forks.check("DistributedDataParallel")
         return self.gradient_queues.lend_for(transport, parameters)
 
     def return_channels(self, channels: dict[torch.device, Channel]) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from mpiddp import forks
 from mpiddp.abort import abort_job
 from mpiddp.completion import Completion
 from mpiddp.lazy_store import LazyStore
@@ -156,6 +157,7 @@ def begin_world(
             initialise torch.distributed.
     """
     global _world
+    forks.check("init_process_group")
     # Left over if torch.distributed.destroy_process_group() was called instead of ours.
     _leave_world()
     communicator = checked_communicator(comm)
@@ -168,6 +170,7 @@ def begin_world(
     _check_thread_level(threaded)
     own = communicator.Dup()
     topology = find_topology(own)
+    forks.claim(topology.rank, topology.world_size)
     environment = {
         name: value for name, value in topology.as_environment().items() if name not in os.environ
     }
@@ -204,7 +207,7 @@ def is_starting() -> bool:
 def destroy_process_group() -> None:
     """Free what init_process_group made. MPI itself stays initialised.
 
-    Collective.
+    Collective. In a forked process it only forgets the process group.
 
     Raises:
         RuntimeError: there is no process group of mpiddp.
@@ -234,6 +237,7 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
     """
     from mpiddp.process_group import ProcessGroup
 
+    forks.check("new_group")
     if _world is None:
         raise RuntimeError(
             "a group of mpiddp needs a world of mpiddp: start with mpiddp.init_process_group() "
@@ -370,7 +374,7 @@ def shared_store(communicator: MPI.Intracomm, topology: Topology, timeout: timed
 def _leave_world() -> None:
     global _world
     world, _world = _world, None
-    if world is None:
+    if world is None or forks.forked():
         return
     if sys.excepthook is _abort_on_exception:
         sys.excepthook = world.excepthook_before

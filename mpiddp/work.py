@@ -33,6 +33,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._distributed_c10d import Work as TorchWork
 
+from mpiddp import forks
+
 if TYPE_CHECKING:
     from mpiddp.operating_group import OperatingGroup
     from mpiddp.requests import Pending
@@ -99,15 +101,25 @@ class Work(TorchWork):
     def wait_for_end(self, seconds: float | None = None) -> bool:
         """Wait until the operation has ended, well or not; return whether it has in time."""
         if self._operation is not None:
-            with self._lock:
+            forks.check(f"the wait for {self.name}")
+            seconds = self._seconds if seconds is None else seconds
+            until = time.monotonic() + seconds
+            # Another thread may wait here already, and longer.
+            if not self._lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+                return False
+            try:
                 if self._operation is not None:
-                    self._drive(self._seconds if seconds is None else seconds)
-        if self._untold is not None:
+                    self._drive(until, gives_up=seconds >= self._seconds)
+            finally:
+                self._lock.release()
+        if self._untold is not None and self._operation is None:
             self._tell()
         return self._operation is None
 
     def is_completed(self) -> bool:
         """Return whether the operation is complete, well or not."""
+        if forks.forked():
+            return self._operation is None
         if self._operation is not None and self._lock.acquire(blocking=False):
             try:
                 if self._operation is not None:
@@ -183,7 +195,7 @@ class Work(TorchWork):
             try:
                 if self._operation is not None:
                     if all(pending.done for pending in self.pending):
-                        self._drive(0.0)
+                        self._drive(0.0, gives_up=False)
                     elif time.monotonic() > self.deadline:
                         self._give_up()
             finally:
@@ -199,13 +211,12 @@ class Work(TorchWork):
         except RuntimeError as error:
             self._fail(error)
 
-    def _drive(self, seconds: float) -> None:
-        """Wait for what is pending; then end, or after the operation's own time give up."""
-        until = time.monotonic() + seconds
+    def _drive(self, until: float, gives_up: bool) -> None:
+        """Wait for what is pending; then end. Else, when the time is over, perhaps give up."""
         try:
             for pending in self.pending:
                 if not pending.wait(max(until - time.monotonic(), 0.0)):
-                    if seconds >= self._seconds:
+                    if gives_up:
                         self._give_up()
                     return
             self._end()
@@ -222,6 +233,10 @@ class Work(TorchWork):
             self._operation = None
         except Exception as error:
             self._fail(error)
+        except BaseException:
+            # The generator is over: a later wait would take half a result for the whole.
+            self._fail(RuntimeError(f"{self.name} was interrupted while its results were written"))
+            raise
 
     def _give_up(self) -> None:
         self._fail(self._group.timed_out(self.name, self._seconds, self.number))

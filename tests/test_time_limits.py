@@ -1,0 +1,108 @@
+"""Time limits are each operation's own: what goes on beside it neither extends nor shortens them."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from group_data import rank
+from torch._C._distributed_c10d import AllreduceOptions
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
+
+# Seconds that a stuck operation is waited for, and in which it must have been given up.
+LIMIT = 0.7
+SOON = 2.5
+# How long others go on beside it.
+ROUNDS, PAUSE = 300, 0.01
+
+
+@pytest.fixture
+def traffic() -> threading.Thread:
+    """Let another thread's operations end in short intervals, through the engine."""
+    busy = dist.new_group()
+
+    def run() -> None:
+        for _ in range(ROUNDS):
+            if rank():
+                time.sleep(PAUSE)
+            dist.all_reduce(torch.ones(1), group=busy, async_op=True).wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def seconds_until_given_up(work: dist.Work, limit: float) -> float:
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="has waited"):
+        work.wait(timedelta(seconds=limit))
+    return time.monotonic() - began
+
+
+def test_others_progress_does_not_count(traffic: threading.Thread) -> None:
+    """A receive whose message does not come ends, whatever else arrives."""
+    tensor = torch.zeros(1)
+    waited = 0.0
+    if rank() == 0:
+        work = dist.irecv(tensor, 1)
+        assert work is not None
+        waited = seconds_until_given_up(work, LIMIT)
+    still_busy = traffic.is_alive()
+    traffic.join()
+    if rank() == 1:
+        dist.send(torch.ones(1), 0)
+    if rank() == 0:
+        # Only the wait was over, not the receive.
+        work.wait()
+        assert tensor.item() == 1
+        assert LIMIT <= waited < SOON
+        assert still_busy
+
+
+def test_two_threads_wait_for_one_operation() -> None:
+    """The one that waits for less time does not wait as long as the other."""
+    tensor = torch.zeros(1)
+    if rank() == 0:
+        work = dist.irecv(tensor, 1)
+        assert work is not None
+        patient = threading.Thread(target=work.wait)
+        patient.start()
+        time.sleep(0.2)
+        # With a future to complete, too.
+        waited = seconds_until_given_up(work, LIMIT)
+        dist.send(torch.zeros(1), 1)
+        patient.join()
+        assert tensor.item() == 1
+        assert waited < SOON
+    if rank() == 1:
+        dist.recv(torch.zeros(1), 0)
+        dist.send(torch.ones(1), 0)
+
+
+def test_several_steps_share_one_limit() -> None:
+    """An operation of several MPI calls has one time limit, not one for each of them."""
+    part = dist.new_group(timeout=timedelta(seconds=LIMIT))
+    works: list[dist.Work] = []
+    waited = 0.0
+    if rank() == 0:
+        at_once = AllreduceOptions()
+        at_once.asyncOp = False
+        began = time.monotonic()
+        # Each ends within the limit, all of them do not.
+        with pytest.raises(RuntimeError, match=f"has waited {LIMIT} s"):
+            part.allreduce([torch.ones(1) for _ in range(8)], at_once)
+        waited = time.monotonic() - began
+    else:
+        for _ in range(8):
+            time.sleep(LIMIT / 2)
+            works.append(part.allreduce([torch.ones(1)]))
+    dist.barrier()
+    for work in works:
+        work.wait(timedelta(seconds=20))
+    dist.barrier()
+    if rank() == 0:
+        assert LIMIT <= waited
+    dist.destroy_process_group(part)
