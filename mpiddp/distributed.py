@@ -522,9 +522,10 @@ class DistributedDataParallel(TorchWrapper):
         """See where backward will begin. Not collective. Overrides torch's method."""
         output = super()._post_forward(output)
         if self._is_reduced():
-            self.reducer.passes.end(output)
+            outputs = list(_find_tensors(output))
+            self.reducer.passes.end(outputs)
             if self.static_graph:
-                self.reducer.watch(list(_find_tensors(output)))
+                self.reducer.watch(outputs)
         return output
 
     def _is_reduced(self) -> bool:

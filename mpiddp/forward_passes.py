@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
-from torch.nn.parallel.distributed import _find_tensors
 
 from mpiddp.calls import ranks_in_words
 from mpiddp.compilation import run_as_it_is
@@ -84,18 +83,18 @@ class ForwardPasses:
         self.unreached += 1
         self._current = _Pass(self)
 
-    def end(self, output: Any) -> None:
-        """See whether backward comes to one of the tensors in `output`.
+    def end(self, outputs: Sequence[torch.Tensor]) -> None:
+        """See whether backward comes to one of the tensors that forward has returned.
 
         To be called before the reducer has its own hooks there, which may launch all buckets.
         """
         current, self._current = self._current, None
         if current is None:
             return
-        tensors = [tensor for tensor in _find_tensors(output) if tensor.grad_fn is not None]
-        for tensor in tensors:
-            tensor.register_hook(current)
-        if not tensors:
+        inner = [tensor for tensor in outputs if tensor.grad_fn is not None]
+        for tensor in inner:
+            tensor.register_hook(current)  # type: ignore[no-untyped-call]
+        if not inner:
             current()  # nothing that a backward could begin at
 
     def settle(self) -> int:
@@ -169,7 +168,7 @@ def _digest(parameters: Sequence[torch.Tensor]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for parameter in parameters:
         plain = parameter.detach().cpu().contiguous().resolve_conj().resolve_neg()
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
 

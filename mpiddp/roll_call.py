@@ -281,7 +281,6 @@ def _in_words(
     world_ranks: Sequence[int], answers: dict[int, _Answer], number: int, own: int
 ) -> str:
     """Return what `explain` does, from the answers by rank in the group."""
-
     told: list[str] = []
     missing = [rank for rank, answer in answers.items() if answer.entered < number]
     if missing:
@@ -293,7 +292,8 @@ def _in_words(
             details = [
                 f"{ranks_in_words(world_ranks, ranks)} {place}" for place, ranks in places.items()
             ]
-        told.append(f"{_who(world_ranks, missing, 'has', 'have')} not called it ({_listed(details)})")
+        who = _who(world_ranks, missing, "has", "have")
+        told.append(f"{who} not called it ({_listed(details)})")
     told += _silent(world_ranks, answers)
     here = {rank: answer.last for rank, answer in answers.items() if answer.entered == number}
     others: dict[str, list[int]] = {}

@@ -78,7 +78,7 @@ def test_wrap_again(views, old_is_kept, bucket):
             assert_replicated(wrapped)
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("transport", ["auto", "mpi"])
 def test_wrap_again_after_one_rank_failed(tmp_path: Path, transport: str) -> None:
     """The others find out by a time-out; what they have launched never ends."""
@@ -102,8 +102,8 @@ def fail(*gradients):
 
 
 wrapped = DDP(model, bucket_cap_mb=1e-6)
-for attempt in range(3):
-    broken = model[0].register_full_backward_hook(fail) if rank == 1 and attempt < 2 else None
+for attempt in range(2):
+    broken = model[0].register_full_backward_hook(fail) if rank == 1 and attempt < 1 else None
     try:
         model.zero_grad()
         wrapped(x).sum().backward()
@@ -112,7 +112,7 @@ for attempt in range(3):
         MPI.COMM_WORLD.Barrier()  # has no time limit: rank 1 is here first
         wrapped = DDP(wrapped.module, bucket_cap_mb=1e-6)
     else:
-        assert attempt == 2
+        assert attempt == 1
     if broken is not None:
         broken.remove()
 mean = model[0].weight.grad.clone()
@@ -124,7 +124,7 @@ print("right on rank", rank)
 mpiddp.destroy_process_group()
 """
     )
-    done = mpirun.run(3, [script], timeout=80, env={"MPIDDP_TRANSPORT": transport})
+    done = mpirun.run(3, [script], timeout=100, env={"MPIDDP_TRANSPORT": transport})
     print(done.stdout, done.stderr)
     assert done.returncode == 0
     assert done.stdout.count("right on rank") == 3
