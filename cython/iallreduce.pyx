@@ -88,6 +88,10 @@ cdef class IallreduceTransport:
         self.state.transport.test = test
 
     def __dealloc__(self):
+        cdef size_t slot
+        for slot in range(self.state.transport.slots):
+            if self.state.requests[slot] != MPI_REQUEST_NULL:
+                return      # MPI still writes there
         free(self.memory)
 
     def allocate(self, sizes):

@@ -189,6 +189,10 @@ cdef class LaneTransport:
         self.state.shared.transport.wants_thread = True
 
     def __dealloc__(self):
+        cdef size_t slot
+        for slot in range(self.state.window):
+            if self.state.works[slot] != NULL:
+                return      # MPI still writes there
         free(self.memory)
 
     def allocate(self, sizes):

@@ -35,6 +35,7 @@ from cpython.object cimport PyObject
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
+import warnings
 import weakref
 
 import torch
@@ -207,6 +208,7 @@ cdef class Reducer:
         old_views = views_by_parameter(self.buckets) if self.gradient_as_bucket_view else {}
         self.buckets = make_buckets(self, assignment)
         self.counting = -1
+        self.channel = self.channels[self.parameters[0].device]     # perhaps another by now
         for bucket in self.buckets:
             bucket.skipped = self.unused_everywhere.issuperset(bucket.parameter_indices)
             if not bucket.sparse and not bucket.skipped:
@@ -639,7 +641,17 @@ cdef class Reducer:
             self.report_missing(pairs, self.static_graph)
         if self.has_rebuilt_buckets or not self.reductions or self.expecting:
             return False
-        self._build_buckets(self.assign_buckets(self.arrival_order))
+        assignment = self.assign_buckets(self.arrival_order)
+        try:
+            self._build_buckets(assignment)
+        except OSError as error:
+            # The buckets that there are hold the same gradients, in an order that was guessed.
+            if self.process_group.rank() == 0:
+                warnings.warn(
+                    f"the buckets keep the order of the parameters instead of that in which "
+                    f"gradients arrive, which may be slower: {error}",
+                    stacklevel=2,
+                )
         self.arrival_order = []
         self.has_rebuilt_buckets = True
         return True

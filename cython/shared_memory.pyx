@@ -202,7 +202,7 @@ def allocate(node, Py_ssize_t size):
         )
         sizes = [their_size for _, _, their_size, _ in pieces]
         if len(set(sizes)) > 1:
-            problem = f"the ranks ask for different sizes of shared memory, in bytes: {sizes}"
+            problem = f"sees that the ranks ask for different sizes of shared memory, in bytes: {sizes}"
         elif not any(text for _, _, _, text in pieces):
             try:
                 for rank, (path, expected, _, _) in enumerate(pieces):
@@ -213,7 +213,10 @@ def allocate(node, Py_ssize_t size):
                         mappings.append(_map(path, expected, size))
             except (MemoryError, OSError) as error:
                 problem = f"cannot map the memory of rank {rank} of the node: {error}"
-        problems = [text for text in node.allgather(problem) if text]
+        problems = [
+            f"rank {rank} of the {node.Get_size()} on {os.uname().nodename} {text}"
+            for rank, text in enumerate(node.allgather(problem)) if text
+        ]
     finally:
         if descriptor >= 0:
             os.close(descriptor)

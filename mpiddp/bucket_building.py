@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllreduceOptions
 
 from mpiddp.bucket import Bucket, bytes_needed
 from mpiddp.device_bucket import DeviceBucket
 from mpiddp.memory import BucketMemory, DeviceMemory
+from mpiddp.transport import shares_memory
 
 if TYPE_CHECKING:
     from mpiddp.reducer import Reducer
@@ -21,7 +25,8 @@ def make_buckets(reducer: Reducer, assignment: Sequence[Sequence[int]]) -> list[
     Collective. The parameters of a bucket are of one dtype and on one device.
 
     Raises:
-        OSError: some rank has too little memory.
+        OSError: some rank has too little memory, see `_agreed`. With transport "auto" and shared
+            memory the gradients go through MPI instead, from this call on.
         TypeError: gradients of some dtype cannot be averaged.
     """
     members = [[reducer.parameters[index] for index in indices] for indices in assignment]
@@ -68,6 +73,52 @@ def _allocate(reducer: Reducer, members: dict[int, list[torch.Tensor]]) -> dict[
             [bytes_needed(members[n], reducer.compression, only, dtype) for n in numbers]
             for only in (flags_only, True)
         )
-        memories = reducer.channels[device].allocate(sizes, tails)
+        memories = _agreed(reducer, device, sizes, tails)
         found.update(zip(numbers, memories, strict=True))
     return found
+
+
+def _agreed(
+    reducer: Reducer, device: torch.device, sizes: Sequence[int], tails: Sequence[int]
+) -> Sequence[BucketMemory]:
+    """Return memory for buckets on one device if all ranks have it. Collective.
+
+    Raises:
+        OSError: some rank has not; raised on all ranks, and names that one.
+    """
+    group = reducer.process_group
+    problem: Exception | None = None
+    memories: Sequence[BucketMemory] = []
+    try:
+        memories = reducer.channels[device].allocate(sizes, tails)
+    except Exception as error:
+        problem = error
+    if group.size() > 1 and not _everywhere(reducer, problem is None):
+        del memories  # for those who have too little
+        texts = group.allgather_objects("" if problem is None else str(problem))
+        # In shared memory all ranks of a node say which of them has failed.
+        each = "" if shares_memory(reducer.channels[device]) else "rank {}: "
+        text = next(each.format(rank) + text for rank, text in enumerate(texts) if text)
+        # Later ones may be laid out anew only in the queue that has the first.
+        if not reducer.buckets and group.gradient_queues.replace_shared(reducer.channels, device):
+            if group.rank() == 0:
+                warnings.warn(
+                    f"buckets cannot be had in shared memory, so gradients go through MPI, which is "
+                    f"slower: {text}",
+                    stacklevel=2,
+                )
+            return _agreed(reducer, device, sizes, tails)
+        raise OSError(f"no memory for buckets of gradients: {text}") from problem
+    if problem is not None:
+        raise problem
+    return memories
+
+
+def _everywhere(reducer: Reducer, fine: bool) -> bool:
+    """Return whether `fine` is true on all ranks. Collective."""
+    opts = AllreduceOptions()
+    opts.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+    opts.asyncOp = False
+    flag = torch.tensor([int(fine)], dtype=torch.uint8)
+    reducer.process_group.allreduce([flag], opts)
+    return bool(flag.item())

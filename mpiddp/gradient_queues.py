@@ -11,7 +11,7 @@ from mpi4py import MPI
 from torch._C._distributed_c10d import AllreduceOptions
 
 from mpiddp.device_runtime import runtime_of
-from mpiddp.transport import open_channel, open_channel_of_one
+from mpiddp.transport import open_channel, open_channel_of_one, shares_memory
 
 if TYPE_CHECKING:
     from mpiddp.engine import Channel
@@ -80,6 +80,23 @@ class GradientQueues:
             self.take_back(lent)
             raise
         return lent
+
+    def replace_shared(self, lent: dict[torch.device, Channel], device: torch.device) -> bool:
+        """Put a queue over MPI in the place of one over shared memory; return whether it was one.
+
+        Collective. Only where the user did not ask for shared memory.
+
+        Args:
+            lent: queues of `lend_for`.
+            device: whose queue in `lent` to replace.
+        """
+        channel = lent[device]
+        transport, kind = self._kinds[self._channels.index(channel)]
+        if transport != "auto" or not shares_memory(channel):
+            return False
+        lent[device] = self.lend("mpi", kind)
+        self.take_back({device: channel})
+        return True
 
     def take_back(self, lent: Mapping[torch.device, Channel]) -> None:
         """Let queues of `lend_for` be lent again. Not collective."""

@@ -200,6 +200,14 @@ def sends_messages(channel: Channel) -> bool:
     return isinstance(transport, IallreduceTransport | LaneTransport | DeviceRingTransport)
 
 
+def shares_memory(channel: Channel) -> bool:
+    """Whether buckets of this queue lie in memory that the ranks share. Not collective."""
+    transport = channel.transport
+    if isinstance(transport, StagingTransport):
+        transport = transport.inner.transport
+    return isinstance(transport, SharedTransport | LaneTransport)
+
+
 def ranks_of_node(communicator: MPI.Comm) -> MPI.Comm:
     """Return a communicator of the ranks that share memory with this one. Collective."""
     from mpi4py import MPI  # initialises MPI, which importing this file must not
