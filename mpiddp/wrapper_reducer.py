@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mpiddp.bucket import Bucket
     from mpiddp.grad_bucket import GradBucket
     from mpiddp.logger import Logger
+    from mpiddp.mixed_precision import NarrowParameters
     from mpiddp.python_hook import PythonHook
 
 
@@ -26,6 +27,7 @@ class WrapperReducer(Reducer):
     """A `Reducer` that stands where torch's C++ Reducer stands in torch's wrapper."""
 
     logger: weakref.ref[Logger]
+    narrow_parameters: NarrowParameters  # only in mixed precision on the CPU
 
     def compress(self, dtype: torch.dtype | None) -> None:
         """Let float32 and float64 gradients travel as `dtype`, see Note [Compression].
