@@ -173,17 +173,26 @@ static MPIDDP_NOINLINE TARGET void NAME(spread_mean)(
 }
 
 #if OVERFLOWS
-/* Return how many sums come before the first block that has one that is not finite. */
-static MPIDDP_NOINLINE TARGET size_t NAME(finite)(const SUM *sum, size_t count)
+MPIDDP_INLINE TARGET int NAME(all_finite)(const SUM *sum, size_t count)
 {
-    size_t done, n, i;
+    BITS overflow = 0;
+    size_t i;
+    for (i = 0; i < count; i++)
+        overflow |= OVERFLOW(sum[i]);
+    return overflow >> (8 * sizeof overflow - 1) == 0;
+}
+
+/* As `spread_mean`, up to a block that has a sum which is not finite: return how many. */
+static MPIDDP_NOINLINE TARGET size_t NAME(spread_finite_mean)(
+    char *const *buffers, size_t ranks, size_t first, size_t count, const SUM *sum,
+    double divisor)
+{
+    size_t done, n;
     for (done = 0; done < count; done += n) {
-        BITS overflow = 0;
         n = count - done < MPIDDP_BLOCK ? count - done : MPIDDP_BLOCK;
-        for (i = 0; i < n; i++)
-            overflow |= OVERFLOW(sum[done + i]);
-        if (overflow >> (8 * sizeof overflow - 1))
+        if (!NAME(all_finite)(sum + done, n))
             return done;
+        NAME(spread_mean)(buffers, ranks, first + done, n, sum + done, divisor);
     }
     return count;
 }
@@ -247,7 +256,7 @@ static MPIDDP_NOINLINE TARGET void NAME(mean_in_place)(
             n = count < MPIDDP_BLOCK ? count : MPIDDP_BLOCK;
             NAME(sum_to)(wide, buffers, ranks, first, n);
 #if OVERFLOWS
-            if (NAME(finite)(wide, n) != n) {
+            if (!NAME(all_finite)(wide, n)) {
                 SUM scaled[MPIDDP_BLOCK];
                 NAME(scaled_sum_to)(scaled, buffers, ranks, first, n, divisor);
                 NAME(spread_scaled_mean)(buffers, ranks, first, n, wide, scaled, divisor);

@@ -113,18 +113,17 @@ static TARGET size_t NAME(spread, mean)(
     const void *sum, double divisor)
 {
     const mpiddp_float_state before = mpiddp_set_float_state();
-    if (element == MPIDDP_FLOAT64)
-        count = NAME(finite, float64)((const double *)sum, count);
-    else if (element != MPIDDP_FLOAT16)
-        count = NAME(finite, float32)((const float *)sum, count);
     if (element == MPIDDP_FLOAT32)
-        NAME(spread_mean, float32)(buffers, ranks, first, count, (const float *)sum, divisor);
+        count = NAME(spread_finite_mean, float32)(
+            buffers, ranks, first, count, (const float *)sum, divisor);
     else if (element == MPIDDP_FLOAT64)
-        NAME(spread_mean, float64)(buffers, ranks, first, count, (const double *)sum, divisor);
+        count = NAME(spread_finite_mean, float64)(
+            buffers, ranks, first, count, (const double *)sum, divisor);
     else if (element == MPIDDP_FLOAT16)
         NAME(spread_mean, float16)(buffers, ranks, first, count, (const float *)sum, divisor);
     else
-        NAME(spread_mean, bfloat16)(buffers, ranks, first, count, (const float *)sum, divisor);
+        count = NAME(spread_finite_mean, bfloat16)(
+            buffers, ranks, first, count, (const float *)sum, divisor);
     mpiddp_reset_float_state(before);
     return count;
 }

@@ -109,24 +109,13 @@ def check_devices(module: torch.nn.Module, device_ids: object, output_device: ob
             )
 
 
-def check_mixed_precision(module: torch.nn.Module, mixed_precision: object) -> None:
-    """Refuse what torch's class cannot do on the CPU either. Not collective.
-
-    Raises:
-        RuntimeError: it is not None, and the module is on the CPU.
-    """
-    if mixed_precision is not None and not any(
-        runtime_of(parameter.device) for parameter in module.parameters()
-    ):
-        raise RuntimeError(
-            "mixed_precision needs a GPU: torch's class on the CPU raises in its first forward "
-            '("cpu backend doesn\'t support events"). Use torch.autocast for the computation, and '
-            "mpiddp.compression.fp16 or bf16 with register_comm_hook for the gradients"
-        )
-
-
 def _is_on_cpu(module: torch.nn.Module) -> bool:
     return all(parameter.device.type == "cpu" for parameter in module.parameters())
+
+
+def has_streams(module: torch.nn.Module) -> bool:
+    """Whether some parameter is on a GPU. Not collective."""
+    return any(runtime_of(parameter.device) for parameter in module.parameters())
 
 
 def check_process_group(process_group: object, device_mesh: Any) -> None:

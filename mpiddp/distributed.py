@@ -18,7 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _rank_not_in_group
-from torch.nn.parallel.distributed import _find_tensors
+from torch.nn.parallel.distributed import (
+    _cast_buffers,
+    _find_tensors,
+    _setup_mixed_precision_params,
+)
 
 from mpiddp import (
     argument_checks,
@@ -33,7 +37,12 @@ from mpiddp.communicator_group import group_of, is_communicator
 from mpiddp.compilation import run_as_it_is
 from mpiddp.forward_passes import ForwardPasses
 from mpiddp.logger import Logger
-from mpiddp.mixed_precision import gradient_dtypes, hook_caller
+from mpiddp.mixed_precision import (
+    NarrowParameters,
+    compression_of,
+    gradient_dtypes,
+    hook_caller,
+)
 from mpiddp.python_hook import hook_name
 from mpiddp.torch_versions import TorchWrapper
 from mpiddp.transport import (
@@ -83,9 +92,9 @@ class DistributedDataParallel(TorchWrapper):
             the others, in one all-reduce, when the gradient of `param_to_hook_all_reduce` is
             there. All of torch's class.
         param_to_hook_all_reduce: see `delay_all_reduce_named_params`.
-        mixed_precision: torch's configuration for low-precision copies of the parameters, for
-            modules on a GPU; without views. None on the CPU, where torch's own class fails in
-            the first forward.
+        mixed_precision: torch's configuration for low-precision copies of the parameters. On a
+            GPU gradients are no views then. On the CPU too, where torch's class fails in the first
+            forward.
         device_mesh: instead of `process_group`, a mesh of one dimension.
         skip_all_reduce_unused_params: whether buckets of which no rank has used any parameter in
             the first iteration are left out of all later ones; using one then is an error.
@@ -102,9 +111,8 @@ class DistributedDataParallel(TorchWrapper):
             some parameter's gradient cannot be averaged (the error names it).
         ValueError: a bucket size is negative, there is no such transport, a parameter or buffer
             is on another kind of device, or the devices that are asked for are not the module's.
-        RuntimeError: there is no process group, or two; no parameter needs a gradient;
-            `mixed_precision` is given for the CPU; or the ranks construct different models (the
-            error names parameters and ranks).
+        RuntimeError: there is no process group, or two; no parameter needs a gradient; or the
+            ranks construct different models (the error names parameters and ranks).
     """
 
     process_group: ProcessGroup
@@ -148,7 +156,6 @@ class DistributedDataParallel(TorchWrapper):
         argument_checks.check_flags(arguments)
         argument_checks.check_devices(module, device_ids, output_device)
         argument_checks.check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
-        argument_checks.check_mixed_precision(module, mixed_precision)
         if is_communicator(process_group):
             process_group = group_of(process_group)
         argument_checks.check_process_group(process_group, device_mesh)
@@ -159,6 +166,8 @@ class DistributedDataParallel(TorchWrapper):
         object.__setattr__(self, "_init_sync_buffers", with_buffers)
         object.__setattr__(self, "_default_bucket_sizes", bucket_cap_mb is None)
         object.__setattr__(self, "_transport", requested_transport(transport))
+        on_cpu = mixed_precision is not None and not argument_checks.has_streams(module)
+        object.__setattr__(self, "_precision_on_cpu", mixed_precision if on_cpu else None)
         super().__init__(
             module,
             device_ids=device_ids,
@@ -174,7 +183,8 @@ class DistributedDataParallel(TorchWrapper):
             static_graph=static_graph,
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
-            mixed_precision=mixed_precision,
+            # On the CPU torch's constructor would make streams.
+            mixed_precision=None if on_cpu else mixed_precision,
             device_mesh=device_mesh,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             bucket_cap_mb_list=list(bucket_cap_mb_list) if bucket_cap_mb_list else None,
@@ -182,6 +192,10 @@ class DistributedDataParallel(TorchWrapper):
             forward_sync_buffers=forward_sync_buffers,
         )
         self._verify_models = False
+        if on_cpu:
+            self.mixed_precision = mixed_precision
+            _setup_mixed_precision_params(mixed_precision, module)
+            _cast_buffers(mixed_precision, module)
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         parameters, expect_sparse = super()._build_params_for_reducer()
@@ -211,6 +225,7 @@ class DistributedDataParallel(TorchWrapper):
             "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
             "forward_sync_buffers": self.forward_sync_buffers,
             "transport": self._transport,
+            "mixed_precision": self._precision_on_cpu,
         }
         verification.verify_equal_models(
             self.process_group,
@@ -238,7 +253,19 @@ class DistributedDataParallel(TorchWrapper):
         channels = group.lease_channels(self._transport, parameters)
         limits = self._bucket_size_limits(next(iter(channels.values())))
         self.bucket_bytes_cap = limits[-1]  # torch.compile ends its graphs where buckets end
-        dtypes = gradient_dtypes(self.mixed_precision, parameters)
+        dtypes = None
+        if self._precision_on_cpu is None:
+            dtypes = gradient_dtypes(self.mixed_precision, parameters)
+        else:
+            # Before the reducer, whose hooks come after those of these.
+            narrow = NarrowParameters(
+                [
+                    parameter
+                    for name, parameter in self.module.named_parameters()
+                    if name not in self.parameters_to_ignore
+                ],
+                self._precision_on_cpu.param_dtype,
+            )
         try:
             self.reducer = WrapperReducer(
                 parameters,
@@ -270,6 +297,9 @@ class DistributedDataParallel(TorchWrapper):
             static_graph,
         )
         self._passing_sync_batchnorm_handle(self.module)
+        if self._precision_on_cpu is not None:
+            self.reducer.narrow_parameters = narrow
+            self.reducer.compress(compression_of(self._precision_on_cpu))
         self._install_copied_hooks()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -304,7 +334,8 @@ class DistributedDataParallel(TorchWrapper):
                 did not return such a future (the error names the bucket and its parameters).
         """
         comm_hooks.check_hook(hook)
-        if self._comm_hooks:
+        if self._comm_hooks or self._precision_on_cpu is not None:
+            # Mixed precision has a hook of its own, in torch's class.
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
@@ -348,6 +379,17 @@ class DistributedDataParallel(TorchWrapper):
         """
         if torch.is_grad_enabled():
             super()._lazy_init()
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module. Overrides torch's method of this name."""
+        if self._precision_on_cpu is None:
+            return super()._run_ddp_forward(*inputs, **kwargs)
+        self.reducer.narrow_parameters.narrow()
+        try:
+            return super()._run_ddp_forward(*inputs, **kwargs)
+        finally:
+            if not torch.is_grad_enabled():
+                self.reducer.narrow_parameters.widen()
 
     def _setup_in_backward_optimizers(self) -> None:
         optimizer_in_backward.set_up(self)

@@ -2,6 +2,13 @@
 
 16-bit floats are reduced in float32 and rounded once; `mpiddp.datatypes` says in what each dtype
 is reduced. All are operations as Note [An operation is a generator] describes.
+
+Note [Averages in range]
+~~~~~~~~~~~~~~~~~~~~~~~~
+A sum may overflow where the average does not. For AVG, floats are multiplied by a power of two, so
+small that the sum is finite, and the sum is divided by what is left. That changes no bit but those
+of averages so small that their sum would be subnormal. Gradients of DistributedDataParallel keep
+these too: see Note [Sums that overflow in MPI].
 """
 
 from __future__ import annotations
@@ -45,7 +52,7 @@ def all_reduce(
     for tensor in tensors:
         how = datatypes.reduction(tensor.dtype, op)
         # In place on every rank, as MPI wants it, whatever the layouts of their tensors are.
-        total = _contribution(tensor, how, op)
+        total = _contribution(group, tensor, how, op, in_place=len(tensors) == 1)
         started.append((total, tensor, how))
         pending += _iallreduce(group, total, total, how)
     yield pending
@@ -59,7 +66,7 @@ def all_reduce_together(
 ) -> Operation:
     """Reduce tensors of one dtype as one. Collective."""
     how = datatypes.reduction(tensors[0].dtype, op)
-    total = torch.cat([_contribution(tensor, how, op).view(-1) for tensor in tensors])
+    total = torch.cat([_contribution(group, tensor, how, op).view(-1) for tensor in tensors])
     yield _iallreduce(group, total, total, how)
     parts = torch.split(total, [tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
@@ -76,7 +83,7 @@ def reduce(
     here = group.rank() == root
     for tensor in tensors:
         how = datatypes.reduction(tensor.dtype, op)
-        contribution = _contribution(tensor, how, op)
+        contribution = _contribution(group, tensor, how, op)
         by_all = contribution.numel() * contribution.element_size() >= _REDUCED_BY_ALL
         total = torch.empty_like(contribution) if by_all or here else None
         if by_all and total is not None:
@@ -115,13 +122,13 @@ def reduce_scatter(
         else:
             whole = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
             counts = [part.numel() for part in parts]
-            contribution = _contribution(whole, how, op)
+            contribution = _contribution(group, whole, how, op)
             waited = _ireduce_scatter(group, contribution, total, counts, how)
         pending += waited
         started.append((received, total, output, how))
     yield pending
     for received, total, output, how in started:
-        _add_up(received, total)
+        _add_up(group, received, total, how)
         _finish(group, total, output, how)
     return list(outputs)
 
@@ -156,13 +163,13 @@ def reduce_scatter_single(
             flat = tensors_around_mpi.dense(tensor).detach().view(-1)
             waited, received = _exchange_parts(group, torch.split(flat, count))
         else:
-            contribution = _contribution(tensor, how, op)
+            contribution = _contribution(group, tensor, how, op)
             waited = _ireduce_scatter(group, contribution, total, [count] * group.size(), how)
         pending += waited
         started.append((received, total, output, how))
     yield pending
     for received, total, output, how in started:
-        _add_up(received, total)
+        _add_up(group, received, total, how)
         _finish(group, total, output, how)
     return list(outputs)
 
@@ -197,16 +204,33 @@ def all_reduce_sparse(group: ProcessGroup, tensor: torch.Tensor, opts: Any) -> N
     tensor.copy_(total)
 
 
-def _contribution(tensor: torch.Tensor, how: Reduction, op: dist.ReduceOp) -> torch.Tensor:
-    """Return what this rank gives to a reduction: its own memory, where that will do."""
+def _contribution(
+    group: ProcessGroup,
+    tensor: torch.Tensor,
+    how: Reduction,
+    op: dist.ReduceOp,
+    in_place: bool = False,
+) -> torch.Tensor:
+    """Return what this rank gives to a reduction: its own memory, where that will do.
+
+    `in_place`: that memory, and no other tensor's, is overwritten in any case.
+    """
     contribution = tensors_around_mpi.dense(tensor)
     if contribution.dtype != how.dtype or contribution.requires_grad:
         contribution = contribution.detach().to(how.dtype)
-    if how.multiplies:
+    scales = how.divides and _has_fractions(contribution)
+    if how.multiplies or (scales and not in_place):
         if contribution.data_ptr() == tensor.data_ptr():
             contribution = contribution.clone()
+    if how.multiplies:
         tensors_around_mpi.multiply(contribution, op)
+    if scales:
+        tensors_around_mpi.scale(contribution, group.size())
     return contribution
+
+
+def _has_fractions(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
 def _target(tensor: torch.Tensor, how: Reduction) -> torch.Tensor:
@@ -219,7 +243,11 @@ def _target(tensor: torch.Tensor, how: Reduction) -> torch.Tensor:
 
 def _finish(group: ProcessGroup, total: torch.Tensor, tensor: torch.Tensor, how: Reduction) -> None:
     if how.divides:
-        tensors_around_mpi.divide(total, group.size())
+        divisor: float = group.size()
+        if _has_fractions(total):
+            # Exact: see Note [Averages in range].
+            divisor *= tensors_around_mpi.scale_of(group.size())
+        tensors_around_mpi.divide(total, divisor)
     if total is not tensor:
         tensors_around_mpi.write_back(total, tensor)
 
@@ -250,7 +278,9 @@ def _exchange_parts(
     return messages.exchange(group, outgoing, incoming), received
 
 
-def _add_up(parts: list[torch.Tensor], total: torch.Tensor) -> None:
+def _add_up(
+    group: ProcessGroup, parts: list[torch.Tensor], total: torch.Tensor, how: Reduction
+) -> None:
     """Write the sum of parts to `total`, in order of ranks, so that it is the same in each run."""
     if not parts:
         return
@@ -258,6 +288,13 @@ def _add_up(parts: list[torch.Tensor], total: torch.Tensor) -> None:
     parts = [tensors_around_mpi.apart(part, [total]).view(total.shape) for part in parts]
     with torch.no_grad():
         total.copy_(parts[0])
+        if how.divides and _has_fractions(total):
+            tensors_around_mpi.scale(total, group.size())
+            for part in parts[1:]:
+                scaled = part.to(total.dtype, copy=True)
+                tensors_around_mpi.scale(scaled, group.size())
+                total.add_(scaled)
+            return
         for part in parts[1:]:
             total.add_(part.to(total.dtype))  # torch adds no uint16 to an int32
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from mpiddp.tensors_around_mpi import scale_of
+
 if TYPE_CHECKING:
     from mpiddp.wrapper_reducer import WrapperReducer
 
@@ -56,7 +58,11 @@ def reduce(reducer: WrapperReducer, joined: bool = False) -> bool:
         with torch.no_grad():
             # Indices and their number are needed on the host in any case.
             total = gradient.detach().coalesce().cpu()
+            # A copy, and so small that the sum is in range where the mean is.
+            scale = scale_of(reducer.process_group.size())
+            total = total * scale
             dist.all_reduce(total, group=reducer.process_group)
             if not joined:
-                parameter.grad = total.div_(reducer.divisor).to(parameter.device)
+                total.div_(reducer.divisor * scale)
+                parameter.grad = total.to(parameter.device)
     return flags[missed].item() > 0

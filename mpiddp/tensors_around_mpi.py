@@ -120,7 +120,20 @@ def as_one(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return whole
 
 
-def divide(total: torch.Tensor, divisor: int) -> None:
+def scale_of(ranks: int) -> float:
+    """Return the largest power of two that makes the sum over so many ranks finite."""
+    return 0.5 ** (ranks - 1).bit_length()
+
+
+def scale(contribution: torch.Tensor, ranks: int) -> None:
+    """Multiply floats in place by `scale_of` so many ranks."""
+    if contribution.dtype.is_complex:
+        # The imaginary part of a factor, zero, would make NaN of infinities.
+        contribution = torch.view_as_real(contribution)
+    contribution.mul_(scale_of(ranks))
+
+
+def divide(total: torch.Tensor, divisor: float) -> None:
     """Divide in place; integers towards zero."""
     if total.dtype.is_floating_point:
         total.div_(divisor)

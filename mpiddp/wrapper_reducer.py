@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mpiddp.bucket import Bucket
     from mpiddp.grad_bucket import GradBucket
     from mpiddp.logger import Logger
+    from mpiddp.mixed_precision import NarrowParameters
     from mpiddp.python_hook import PythonHook
 
 
@@ -29,6 +30,7 @@ class WrapperReducer(Reducer):
     # Given by the process group: which of its wrapped modules this is, see bucket_roll_call.py.
     number: int
     module_name: str
+    narrow_parameters: NarrowParameters  # only in mixed precision on the CPU
 
     def compress(self, dtype: torch.dtype | None) -> None:
         """Let float32 and float64 gradients travel as `dtype`, see Note [Compression].

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.nn.parallel.distributed import _MixedPrecision
 from torch_versions import HAS_FORWARD_SYNC_BUFFERS, for_torch
 
 from mpiddp import DistributedDataParallel as DDP
@@ -214,15 +213,6 @@ class TestRefusedAsInTorch:
 
     def test_no_mesh(self, gloo: dist.ProcessGroup) -> None:
         assert "ndim" in self.both(gloo, AttributeError, device_mesh=object())
-
-    def test_mixed_precision(self, gloo: dist.ProcessGroup) -> None:
-        """Torch's class for CPUs constructs it and fails in the first forward."""
-        config = _MixedPrecision(torch.float16)
-        with pytest.raises(RuntimeError, match=r"mixed_precision needs a GPU.*autocast"):
-            DDP(nn.Linear(4, 4), mixed_precision=config)
-        # One for CUDA already where it constructs, unless there is a GPU.
-        with pytest.raises(RuntimeError, match=r"support events|CUDA error"):
-            TorchDDP(nn.Linear(4, 4), mixed_precision=config, process_group=gloo)(torch.ones(2, 4))
 
     @pytest.mark.parametrize(
         "options",

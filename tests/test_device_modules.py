@@ -481,15 +481,6 @@ def test_mixed_precision_of_a_copy(monkeypatch):
         assert {p.grad.dtype for p in wrapped.parameters()} == {torch.float32}
 
 
-def test_mixed_precision_needs_a_gpu():
-    before = register("cpu", None)
-    try:
-        with together(), pytest.raises(RuntimeError, match="mixed_precision needs a GPU"):
-            DDP(mlp(3, 4), mixed_precision=_MixedPrecision(torch.float16))
-    finally:
-        register("cpu", before)
-
-
 class _OnSecond(nn.Parameter):
     """A parameter that says it is on another device than the rest; its gradient is not."""
 

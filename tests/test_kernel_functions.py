@@ -400,7 +400,7 @@ class TestRanges:
         wide = sum_dtype(dtype)
         finite = moderate_bits(2700, wide, 9)
         for buffers, first, count, divisor in cases(dtype, ranks):
-            for special in (None, 0, count // 2, count - 1):
+            for special in (None, count // 2):
                 sums = from_bits(finite, wide)[first : first + count]
                 if special is not None and count:
                     sums[special] = (torch.inf, -torch.inf, torch.nan)[count % 3]

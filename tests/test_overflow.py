@@ -208,3 +208,50 @@ def test_many_chunks_overflow(settings: dict[str, object]) -> None:
         with together():
             for parameter, factor in zip(module, factors, strict=True):
                 torch.testing.assert_close(parameter.grad, factor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("elements", [4, 200_000])
+def test_averages_of_the_process_group(dtype: torch.dtype, elements: int) -> None:
+    largest = torch.finfo(dtype).max
+
+    def given(count: int) -> torch.Tensor:
+        tensor = torch.full((count,), largest, dtype=dtype)
+        tensor[1::4] = on_ranks([largest, -largest], dtype)
+        tensor[2::4] = torch.inf if RANK == 0 else largest
+        return tensor
+
+    def check(average: torch.Tensor) -> None:
+        with together():
+            parts = real(average).flatten()[:: 2 if dtype.is_complex else 1]
+            assert torch.all(parts[::4] == largest)
+            assert parts[1::4].isfinite().all()
+            assert torch.all(parts[2::4] == torch.inf)
+
+    average = given(elements)
+    dist.all_reduce(average, dist.ReduceOp.AVG)
+    check(average)
+    several = [given(elements), given(elements)]
+    dist.all_reduce_coalesced(several, dist.ReduceOp.AVG)
+    for average in several:
+        check(average)
+    average = given(elements)
+    dist.reduce(average, 0, dist.ReduceOp.AVG)
+    dist.broadcast(average, 0)
+    check(average)
+    average = torch.empty(elements, dtype=dtype)
+    dist.reduce_scatter_tensor(average, given(elements * SIZE), dist.ReduceOp.AVG)
+    check(average)
+
+
+def test_sparse_gradients() -> None:
+    module = nn.Embedding(5, 3, sparse=True)
+    wrapped = DDP(module)
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(torch.tensor([1, 2])).backward(torch.full((2, 3), 3e38))
+    with together():
+        assert module.weight.grad is not None
+        assert module.weight.grad.is_sparse
+        values = module.weight.grad.coalesce().values()
+        torch.testing.assert_close(values, torch.full((2, 3), 3e38))
