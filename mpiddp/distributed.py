@@ -20,7 +20,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _rank_not_in_group
 from torch.nn.parallel.distributed import _find_tensors
 
-from mpiddp import argument_checks, comm_hooks, joined, optimizer_in_backward, verification
+from mpiddp import (
+    argument_checks,
+    comm_hooks,
+    joined,
+    optimizer_in_backward,
+    uncaught,
+    verification,
+)
 from mpiddp.bucket_assignment import BucketAssignment
 from mpiddp.communicator_group import group_of, is_communicator
 from mpiddp.compilation import run_as_it_is
@@ -498,6 +505,11 @@ class DistributedDataParallel(TorchWrapper):
     @_static_graph_delay_allreduce_enqueued.setter
     def _static_graph_delay_allreduce_enqueued(self, value: bool) -> None:
         pass
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Note which thread trains. Not collective by itself. Overrides torch's method."""
+        uncaught.take_part()
+        return super()._pre_forward(*inputs, **kwargs)
 
     def _post_forward(self, output: Any) -> Any:
         """See where backward will begin. Not collective. Overrides torch's method."""

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch._C._distributed_c10d import Work as TorchWork
 
-from mpiddp import agreement, device_tensors
+from mpiddp import agreement, device_tensors, uncaught
 from mpiddp.calls import Call, call_of
 from mpiddp.compilation import run_as_it_is
 from mpiddp.completion import Completion
@@ -209,6 +209,7 @@ class OperatingGroup(dist.ProcessGroup):
             what = (function, arguments, opts, tensors, detail, compared, elements, message)
             with torch.profiler.record_function(f"mpiddp:{name}"):
                 return self._start(name, *what, profiled=True)
+        uncaught.take_part()
         number = 0
         at_once = opts is not None and not opts.asyncOp and self._together is None
         copies = None
