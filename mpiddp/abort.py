@@ -8,14 +8,18 @@ it. So all of that is tried, and MPI_Abort comes after it whatever it raises. Sh
 thread calls MPI_Abort after a time. That may block too, since MPICH prints a line of its own, so
 streams that take nothing now are closed to it. And if all this does not end the process, a thread
 of faulthandler does, which needs no lock of Python: launchers end a job whose rank ends so.
+
+One thing comes before it all: at the end of a script Python flushes stdout before it calls any hook
+for an exception, which blocks for ever where data is held back for a pipe that nobody reads. Under
+`python -m mpiddp` that cannot happen.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
-import fcntl
 import faulthandler
+import fcntl
 import os
 import select
 import stat
