@@ -5,7 +5,7 @@ Note [Who hears of an exception]
 The main thread's exceptions come to `sys.excepthook`, where ours prints by the one that was there
 before it, and aborts the job. A hook that replaces it later (as rich's) prints as well, and does
 not abort: but the interpreter ends then, and has noted the exception, so that is looked at before
-it waits for threads. Exceptions that others note in the same place (pytest, consoles) began
+it waits for threads. Exceptions that others note in the same place (pytest does) began
 further up than at the bottom of the stack, which they have not left.
 
 Exceptions of other threads come to `threading.excepthook`. In most threads they concern nobody

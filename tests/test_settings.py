@@ -60,7 +60,7 @@ def run(folder: Path, before: str, after: str, *runner: str) -> tuple[int, str, 
     """Run a script that does `before` ahead of its imports and `after` behind them."""
     script = folder / "script.py"
     script.write_text(PREAMBLE + textwrap.dedent(before) + IMPORTS + textwrap.dedent(after))
-    done = mpirun.run(2, [*runner, script], timeout=50)
+    done = mpirun.run(2, [*runner, script], timeout=80)
     print(done.stdout, done.stderr)  # pytest shows it when the test fails
     return done.returncode, done.stdout, done.stderr
 
