@@ -6,11 +6,11 @@ variable MPIDDP_KERNELS names. The transports take them from `selected_kernels`;
 functions here run any of them on tensors.
 """
 
-import os
-
 from libc.stdlib cimport calloc, free
 
 import torch
+
+from mpiddp import settings
 
 
 cdef extern from "kernels.h" nogil:
@@ -32,8 +32,6 @@ cdef extern from "kernels.h" nogil:
     size_t mpiddp_available_kernels(const mpiddp_kernels **) noexcept
 
 
-VARIABLE = "MPIDDP_KERNELS"
-
 _ELEMENTS = {
     torch.float32: ELEMENT_FLOAT32,
     torch.float64: ELEMENT_FLOAT64,
@@ -44,6 +42,8 @@ _ELEMENTS = {
 cdef Kernels _tables[MPIDDP_MAX_KERNELS]
 cdef size_t _count = 0
 cdef const Kernels *_selected = NULL
+# What is wrong with the name in the environment, "" if nothing is.
+cdef str _problem = ""
 
 
 cdef const Kernels *selected_kernels() noexcept nogil:
@@ -91,7 +91,12 @@ def selected():
     """Return the name of the kernels in use.
 
     Not collective.
+
+    Raises:
+        ValueError: the environment names some that this processor cannot run.
     """
+    if _problem:
+        raise ValueError(_problem)
     return _selected.name.decode()
 
 
@@ -107,8 +112,8 @@ def use(name):
     Raises:
         ValueError: this processor cannot run such kernels, or there are none.
     """
-    global _selected
-    _selected = _find(name)
+    global _selected, _problem
+    _selected, _problem = _find(name), ""
 
 
 cdef class _Buffers:
@@ -269,17 +274,21 @@ def convert(name, out, array):
 
 
 cdef _select():
-    """Select what the environment names, or the best."""
-    global _selected
-    name = os.environ.get(VARIABLE)
-    if not name:
-        _selected = &_tables[_count - 1]
-        return
-    if name not in available():
-        raise ValueError(
-            f"{VARIABLE} must be one of {', '.join(available())} on this machine, not {name!r}"
+    """Select what the environment names, or the best.
+
+    A wrong name is an error of the start, on all ranks: one that raised here, on import, would
+    leave the others waiting.
+    """
+    global _selected, _problem
+    name = settings.KERNELS.read()
+    _selected = &_tables[_count - 1]
+    if name in available():
+        _selected = _find(name)
+    elif name is not None:
+        _problem = (
+            f"{settings.KERNELS.name} must be one of {', '.join(available())} on this machine, "
+            f"not {name!r}"
         )
-    _selected = _find(name)
 
 
 _list()

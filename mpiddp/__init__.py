@@ -38,6 +38,7 @@ from mpiddp.rendezvous import (  # noqa: E402
     init_process_group,
 )
 from mpiddp.sync_batch_norm import SyncBatchNorm  # noqa: E402
+from mpiddp.version import __version__  # noqa: E402
 
 _Backend.register_backend(BACKEND, create_process_group, extended_api=True, devices=["cpu", "cuda"])
 init_by_name.install()
@@ -48,10 +49,10 @@ __all__ = [
     "DistributedDataParallel",
     "SyncBatchNorm",
     "Topology",
+    "__version__",
     "compiled_against",
     "compression",
     "destroy_process_group",
     "get_topology",
     "init_process_group",
 ]
-__version__ = "0.1.0"

@@ -1,21 +1,48 @@
-"""End the whole job from one rank, without losing what it said last."""
+"""End the whole job from one rank, without losing what it said last.
+
+Note [Nothing stands before the abort]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A rank that ends alone is waited for by all others. What it says last may raise (a full disk, a
+closed stream) or block (a pipe that nobody reads), and so may functions of the user that print
+it. So all of that is tried, and MPI_Abort comes after it whatever it raises. Should it block, a
+thread calls MPI_Abort after a time. That may block too, since MPICH prints a line of its own, so
+streams that take nothing now are closed to it. And if all this does not end the process, a thread
+of faulthandler does, which needs no lock of Python: launchers end a job whose rank ends so.
+
+One thing comes before it all: at the end of a script Python flushes stdout before it calls any hook
+for an exception, which blocks for ever where data is held back for a pipe that nobody reads. Under
+`python -m mpiddp` that cannot happen.
+"""
 
 from __future__ import annotations
 
 import array
+import contextlib
+import faulthandler
 import fcntl
 import os
+import select
 import stat
 import sys
 import termios
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+__all__ = ["abort_job", "call_before_abort", "time_limit"]
 
 # Called when what this process printed is to leave it.
 _release: list[Callable[[], None]] = []
 
 # Seconds that a launcher which does not read is waited for.
 _PATIENCE = 2.0
+# Seconds after which MPI_Abort is called although what comes before it has not ended: enough for a
+# hook that formats the traceback with libraries from a slow file system.
+_LIMIT = 8.0
+# Seconds after which the process ends although MPI_Abort does not end it.
+_LAST_LIMIT = 12.0
+
+_STREAMS = (1, 2)
 
 
 def call_before_abort(release: Callable[[], None]) -> None:
@@ -23,28 +50,78 @@ def call_before_abort(release: Callable[[], None]) -> None:
     _release.append(release)
 
 
-def abort_job(code: int) -> None:
+def abort_job(code: int, last_words: Callable[[], object] | None = None) -> None:
     """Call MPI_Abort on the world when what this process printed has left it.
 
     A launcher ends the ranks as soon as it hears of the abort, and then need not read their pipes
-    any more: without the wait MPICH's lost 3 of 40 tracebacks. Does nothing but flush when MPI
-    has been finalised. Not collective.
+    any more: without the wait MPICH's lost 3 of 40 tracebacks. Whatever is wrong with the output,
+    MPI_Abort is called in time, see Note [Nothing stands before the abort]. Returns only where MPI
+    has been finalised, or was never initialised. Not collective.
 
     Args:
         code: exit status of the job, where the launcher passes it on.
+        last_words: prints why the job ends; what it raises is ignored.
     """
-    from mpi4py import MPI
+    with time_limit(code):
+        try:
+            for step in (last_words, *_release, _send_out):
+                if step is not None:
+                    # Not Exception: a hook may call sys.exit, and Ctrl-C come a second time.
+                    with contextlib.suppress(BaseException):
+                        step()
+        finally:
+            _call_mpi_abort(code)
 
-    for release in _release:
-        release()
+
+@contextlib.contextmanager
+def time_limit(code: int) -> Iterator[None]:
+    """Within, abort the job with `code` should it take too long to print. Not collective."""
+    timer = threading.Timer(_LIMIT, _call_mpi_abort, (code,))
+    timer.daemon = True
+    nowhere = -1
+    with contextlib.suppress(OSError, RuntimeError):  # no descriptor or no thread can be had
+        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        faulthandler.dump_traceback_later(_LAST_LIMIT, exit=True, file=nowhere)
+    # From Python 3.12 on the interpreter starts no thread while it ends.
+    with contextlib.suppress(RuntimeError):
+        timer.start()
+    yield
+    timer.cancel()
+    if nowhere >= 0:
+        faulthandler.cancel_dump_traceback_later()
+        os.close(nowhere)
+
+
+def _send_out() -> None:
+    """Flush Python's streams, and wait until the launcher has read them."""
     deadline = time.monotonic() + _PATIENCE
-    for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+    for stream, descriptor in zip((sys.stdout, sys.stderr), _STREAMS, strict=True):
         if stream is not None:
-            stream.flush()
+            with contextlib.suppress(Exception):  # closed, on a full disk, or not Python's own
+                stream.flush()
         while _unread_bytes(descriptor) > 0 and time.monotonic() < deadline:
             time.sleep(0.001)
-    if not MPI.Is_finalized():
-        MPI.COMM_WORLD.Abort(code)
+
+
+def _call_mpi_abort(code: int) -> None:
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        return
+    with contextlib.suppress(OSError):
+        _close_blocked_streams()
+    MPI.COMM_WORLD.Abort(code)
+
+
+def _close_blocked_streams() -> None:
+    """Send to nowhere what MPI would print to a pipe that is full."""
+    for descriptor in _STREAMS:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLOUT)
+        if not poll.poll(0):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
 
 
 def _unread_bytes(descriptor: int) -> int:

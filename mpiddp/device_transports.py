@@ -17,7 +17,6 @@ Both need the BLAS library that torch loads for a GPU: for the ring's sums, and 
 from __future__ import annotations
 
 import logging
-import os
 import time
 import warnings
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpiddp import device_support, device_trial
+from mpiddp import device_support, device_trial, settings
 from mpiddp.device_iallreduce import DeviceIallreduceTransport
 from mpiddp.device_ring import DeviceRingTransport
 from mpiddp.device_runtime import runtime_of
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 STAGING = "staging"
 AUTO = "auto"
 DEVICE_TRANSPORTS = (AUTO, STAGING, DEVICE, RING)
-DEVICE_TRANSPORT_VARIABLE = "MPIDDP_DEVICE_TRANSPORT"
 
 # What trials on this rank's node have said: of a way on a device.
 _tried: dict[tuple[str, torch.device], tuple[int, str]] = {}
@@ -67,11 +65,12 @@ def requested_device_transport(argument: str | None = None) -> str:
     Raises:
         ValueError: there is no transport of this name.
     """
-    name = os.environ.get(DEVICE_TRANSPORT_VARIABLE, AUTO) if argument is None else argument
-    if name not in DEVICE_TRANSPORTS:
-        source = DEVICE_TRANSPORT_VARIABLE if argument is None else "transport"
-        raise ValueError(f"{source} must be one of {', '.join(DEVICE_TRANSPORTS)}, not {name!r}")
-    return name
+    if argument is None:
+        return settings.DEVICE_TRANSPORT.read()
+    if argument not in DEVICE_TRANSPORTS:
+        names = ", ".join(DEVICE_TRANSPORTS)
+        raise ValueError(f"transport must be one of {names}, not {argument!r}")
+    return argument
 
 
 def make_transport(
@@ -111,7 +110,7 @@ def choose(
     if len(set(requests)) > 1:
         other = next(rank for rank, name in enumerate(requests) if name != requests[0])
         raise RuntimeError(
-            f"{DEVICE_TRANSPORT_VARIABLE} is {requests[0]} on rank 0 and {requests[other]} on "
+            f"{settings.DEVICE_TRANSPORT.name} is {requests[0]} on rank 0 and {requests[other]} on "
             f"rank {other}: it must be the same on all ranks"
         )
     choice = _agree(communicator, device, asked)

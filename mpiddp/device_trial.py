@@ -21,17 +21,18 @@ from pathlib import Path
 
 import torch
 
+from mpiddp import settings
+
 __all__ = ["trial"]
 
 # For two times importing torch and making a context on the GPU, from a slow file system.
-SECONDS = 90.0
+SECONDS = settings.TRIAL_SECONDS.unset
 RANKS = 2
 
 # What a rank says: the first two followed by the number of ranks, the last by what is wrong.
 STARTED = "mpiddp trial: a rank of"
 PASSED = "mpiddp trial: right sums on a rank of"
 FAILED = "mpiddp trial: failed: "
-SECONDS_VARIABLE = "MPIDDP_TRIAL_SECONDS"
 
 # What launchers tell a rank about its job. A rank of another job must not see it; settings of
 # users (OMPI_MCA_, PRTE_MCA_, MPICH_, MPIR_) it must see.
@@ -134,7 +135,8 @@ def _run(command: Sequence[str], ranks: int, seconds: float) -> tuple[bool, str]
                 command,
                 # Elsewhere than where a source folder may hide the package.
                 cwd=tempfile.gettempdir(),
-                env=environment_of_a_job(os.environ) | {SECONDS_VARIABLE: f"{seconds:g}"},
+                env=environment_of_a_job(os.environ)
+                | {settings.TRIAL_SECONDS.name: f"{seconds:g}"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -7,7 +7,6 @@ The last two name a runtime that stands for the GPU's.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpiddp.device_trial import FAILED, PASSED, SECONDS, SECONDS_VARIABLE, STARTED
+from mpiddp import settings
+from mpiddp.device_trial import FAILED, PASSED, SECONDS, STARTED
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str]) -> int:
     """Be one rank of the job. Collective over its ranks."""
     # Should whoever waits for it be killed, it does not stay.
-    signal.alarm(int(float(os.environ.get(SECONDS_VARIABLE, SECONDS))) + 1)
+    signal.alarm(int(settings.TRIAL_SECONDS.read()) + 1)
     way, name, *runtime = arguments
     from mpi4py import MPI
 

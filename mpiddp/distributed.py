@@ -30,6 +30,7 @@ from mpiddp import (
     forks,
     joined,
     optimizer_in_backward,
+    uncaught,
     verification,
 )
 from mpiddp.bucket_assignment import BucketAssignment
@@ -556,6 +557,7 @@ class DistributedDataParallel(TorchWrapper):
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Count what a backward is expected of. Overrides torch's method."""
+        uncaught.take_part()
         if self._is_reduced() and self.training:
             self.reducer.passes.begin()
         return super()._pre_forward(*inputs, **kwargs)

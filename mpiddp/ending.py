@@ -15,15 +15,15 @@ the timeout of init_process_group.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
 import threading
-import traceback
 from types import FrameType
 
-from mpiddp import output
-from mpiddp.abort import abort_job, call_before_abort
+from mpiddp import output, uncaught
+from mpiddp.abort import abort_job, call_before_abort, time_limit
 from mpiddp.script import without_own_frames
 
 __all__ = ["Ending"]
@@ -53,13 +53,14 @@ class Ending:
 
     def exit(self, code: object) -> int:
         """Return the exit status that ``sys.exit(code)`` stands for; print `code` if it is none."""
-        if code is None:
-            code = 0
-        elif not isinstance(code, int):
-            with output.shown_on_terminal():
-                print(code, file=sys.stderr)
-            code = 1
-        self._status = code & 0xFF  # what the system keeps of it
+        if code is None or isinstance(code, int):
+            self._status = (code or 0) & 0xFF  # what the system keeps of it
+            return self._status
+        self._status = 1
+        limit = time_limit(1) if self._world_size > 1 else contextlib.nullcontext()
+        # Whatever is wrong with stderr: the end of the job comes later.
+        with limit, contextlib.suppress(Exception), output.shown_on_terminal():
+            print(code, file=sys.stderr)
         return self._status
 
     def fail(self, error: BaseException) -> int:
@@ -69,19 +70,17 @@ class Ending:
             The exit status, in a world of one, where nobody waits for this process.
         """
         error.__traceback__ = without_own_frames(error.__traceback__)
-        self._status = 130 if isinstance(error, KeyboardInterrupt) else 1
-        with output.shown_on_terminal():
-            if sys.excepthook is sys.__excepthook__ and self._world_size > 1:
-                # As torch.distributed shows it once it is initialised.
-                text = "".join(traceback.format_exception(error)).rstrip("\n")
-                print("\n".join(f"[rank{self._rank}]: {line}" for line in text.split("\n")),
-                      file=sys.stderr)  # fmt: skip
-            else:
-                # Where mpiddp is initialised, its hook aborts the job with the same status.
-                sys.excepthook(type(error), error, error.__traceback__)
+        self._status = uncaught.status_of(error)
         if self._world_size > 1 and os.getpid() == self._process_id:
-            abort_job(self._status)
+            abort_job(self._status, lambda: self._show(error))
+        else:
+            with output.shown_on_terminal():
+                sys.excepthook(type(error), error, error.__traceback__)
         return self._status
+
+    def _show(self, error: BaseException) -> None:
+        with output.shown_on_terminal():
+            uncaught.show(error, self._rank)
 
     def watch_sigterm(self) -> None:
         """Let SIGTERM abort the job, with one status on every MPI.

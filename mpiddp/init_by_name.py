@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, urlparse
 import torch
 import torch.distributed as dist
 
-from mpiddp import rendezvous
+from mpiddp import rendezvous, uncaught
 from mpiddp.replacement import replace_function
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ def _completing(torchs: Callable[..., Any]) -> Callable[..., Any]:
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs).arguments
+        if names_mpiddp(given.get("backend")):
+            uncaught.watch_if_initialised()
         if (
             not names_mpiddp(given.get("backend"))
             or rendezvous.is_starting()

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch._C._distributed_c10d import Work as TorchWork
 
-from mpiddp import agreement, device_tensors, forks
+from mpiddp import agreement, device_tensors, forks, uncaught
 from mpiddp.bucket_roll_call import Modules
 from mpiddp.calls import Call, call_of
 from mpiddp.compilation import run_as_it_is
@@ -215,6 +215,7 @@ class OperatingGroup(dist.ProcessGroup):
             with torch.profiler.record_function(f"mpiddp:{name}"):
                 return self._start(name, *what, profiled=True)
         forks.check(name)
+        uncaught.take_part()
         number = 0
         at_once = opts is not None and not opts.asyncOp and self._together is None
         copies = None

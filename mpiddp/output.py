@@ -12,7 +12,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -122,7 +122,8 @@ def shown_on_terminal() -> Iterator[None]:
     if not _before or _pump is not None or stderr is None:
         yield
         return
-    with open(os.dup(_before[1]), "w", errors="backslashreplace") as terminal:
+    terminal = open(os.dup(_before[1]), "w", errors="backslashreplace")  # noqa: SIM115
+    with contextlib.suppress(OSError), terminal:  # it may be full when it is closed
         sys.stderr = _Both(stderr, terminal)
         try:
             yield
@@ -131,19 +132,27 @@ def shown_on_terminal() -> Iterator[None]:
 
 
 class _Both(io.TextIOBase):
-    """A text stream that writes to two."""
+    """A text stream that writes to two, and raises where neither takes anything."""
 
     def __init__(self, *streams: TextIO) -> None:
         self._streams = streams
 
     def write(self, text: str, /) -> int:
-        for stream in self._streams:
-            stream.write(text)
+        self._each(lambda stream: stream.write(text))
         return len(text)
 
     def flush(self) -> None:
+        self._each(lambda stream: stream.flush())
+
+    def _each(self, call: Callable[[TextIO], object]) -> None:
+        errors = []
         for stream in self._streams:
-            stream.flush()
+            try:
+                call(stream)
+            except (OSError, ValueError) as error:  # a full disk, a closed stream
+                errors.append(error)
+        if len(errors) == len(self._streams):
+            raise errors[0]
 
 
 def _flush() -> None:

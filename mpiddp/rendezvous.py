@@ -9,22 +9,20 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from mpiddp import forks
-from mpiddp.abort import abort_job
+from mpiddp import forks, launch_checks, settings, uncaught
 from mpiddp.completion import Completion
 from mpiddp.lazy_store import LazyStore
 from mpiddp.library_check import check_loaded_library
-from mpiddp.transport import PROGRESS_THREAD_VARIABLE
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -91,8 +89,6 @@ class _World:
     roll_call: RollCall
     topology: Topology
     environment: dict[str, str]
-    excepthook: Callable[..., Any]
-    excepthook_before: Callable[..., Any]
     process_id: int
     store: LazyStore | None = None
     started: bool = False
@@ -100,6 +96,10 @@ class _World:
 
 
 _world: _World | None = None
+
+# Seconds that a rank which cannot start waits for all others to say the same, and between looks.
+_PATIENCE = 5.0
+_NAP = 0.001
 
 
 def init_process_group(
@@ -119,10 +119,13 @@ def init_process_group(
     Raises:
         ImportError: mpi4py runs on another MPI than mpiddp was compiled against.
         TypeError: an argument is of the wrong type.
-        ValueError: `comm` is null or an intercommunicator, or `timeout` is not positive.
-        RuntimeError: it was called before; the MPI gives less than THREAD_MULTIPLE; or every
-            process is a world of one although the launcher started several.
+        ValueError: `comm` is null or an intercommunicator, or `timeout` is not positive; or an
+            environment variable of mpiddp is wrong on some rank.
+        RuntimeError: it was called before; the MPI gives less than THREAD_MULTIPLE; every process
+            is a world of one although the launcher started several; or the ranks differ in a
+            setting or a version that must be the same.
     """
+    uncaught.watch_if_initialised()
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta, not {type(timeout).__name__}")
     if timeout <= timedelta(0):
@@ -149,32 +152,48 @@ def begin_world(
 ) -> None:
     """Make what lies under torch.distributed, and let `start` initialise that.
 
-    Collective over `comm`.
+    Collective over `comm`. An exception that not all ranks raise ends the job, unless it comes
+    before the first message; then it does so when nobody catches it.
 
     Args:
         comm: as for `init_process_group`.
         start: called with a duplicate of `comm` and this process's place in it; it must
             initialise torch.distributed.
     """
-    global _world
     forks.check("init_process_group")
     # Left over if torch.distributed.destroy_process_group() was called instead of ours.
     _leave_world()
-    communicator = checked_communicator(comm)
+    own = checked_communicator(comm).Dup()
+    uncaught.watch(own.Get_rank(), own.Get_size())
+    try:
+        with uncaught.paused():  # torch's own hook only adds the rank to the traceback
+            _make_world(own)
+            start(own, get_topology())
+    except BaseException as error:
+        _end_unless_all_fail(own, error)
+        if _world is None:
+            own.Free()
+        _leave_world()
+        raise
+    assert _world is not None
+    _world.started = True
+    atexit.register(_stop_at_exit)
 
+
+def _make_world(own: MPI.Intracomm) -> None:
+    """Make what one process has of the world. Collective over `own`, which the world then owns."""
+    global _world
     from mpiddp.engine import Engine
     from mpiddp.requests import Requests
     from mpiddp.roll_call import RollCall
 
+    launch_checks.compare_settings(own, _check_thread_level)
     threaded = _progress_thread_wanted()
-    _check_thread_level(threaded)
-    own = communicator.Dup()
     topology = find_topology(own)
     forks.claim(topology.rank, topology.world_size)
     environment = {
         name: value for name, value in topology.as_environment().items() if name not in os.environ
     }
-    os.environ.update(environment)
     requests = Requests(Engine(threaded=threaded), crowded=topology.crowded)
     _world = _World(
         own,
@@ -183,20 +202,31 @@ def begin_world(
         RollCall(own, threaded),
         topology,
         environment,
-        sys.excepthook,
-        sys.excepthook,
         os.getpid(),
     )
+    os.environ.update(environment)
+
+
+def _end_unless_all_fail(communicator: MPI.Intracomm, error: BaseException) -> None:
+    """End the job if only some ranks have failed in it: the others wait for them, or soon will.
+
+    Collective where all have. Then each raises its own error, and may begin again.
+    """
+    from mpi4py import MPI
+
+    if communicator.Get_size() == 1:
+        return
     try:
-        start(own, topology)
-    except BaseException:
-        _leave_world()
-        raise
-    _world.started = True
-    # After torch, whose own hook only adds the rank to the traceback.
-    _world.excepthook = sys.excepthook
-    sys.excepthook = _abort_on_exception
-    atexit.register(_stop_at_exit)
+        if isinstance(error, Exception):  # not Ctrl-C
+            request = communicator.Ibarrier()
+            deadline = time.monotonic() + _PATIENCE
+            while time.monotonic() < deadline:
+                if request.Test():
+                    return
+                time.sleep(_NAP)
+    except MPI.Exception:
+        pass
+    uncaught.end_job(error)
 
 
 def is_starting() -> bool:
@@ -253,6 +283,11 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
         everyone.Free()
     else:
         communicator = world.Dup()
+    try:
+        launch_checks.compare_debug_levels(communicator, ranks or range(world.Get_size()))
+    except RuntimeError:
+        communicator.Free()
+        raise
     made = ProcessGroup(
         communicator, _world.requests, _world.completion, options.timeout, options.store
     )
@@ -278,6 +313,7 @@ def checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
         atexit.register(MPI.Finalize)
     if MPI.Is_finalized():
         raise RuntimeError("MPI has been finalised; it cannot be initialised twice")
+    uncaught.watch_if_initialised()
     if comm is None:
         _refuse_separate_worlds(MPI.COMM_WORLD.Get_size())
         return MPI.COMM_WORLD
@@ -291,13 +327,10 @@ def checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
 
 
 def _progress_thread_wanted() -> bool:
-    value = os.environ.get(PROGRESS_THREAD_VARIABLE, "1")
-    if value not in ("0", "1"):
-        raise ValueError(f"{PROGRESS_THREAD_VARIABLE} must be 0 or 1, not {value!r}")
-    return value == "1"
+    return settings.PROGRESS_THREAD.read() is not False
 
 
-def _check_thread_level(threaded: bool) -> None:
+def _check_thread_level() -> None:
     from mpi4py import MPI
 
     names = {
@@ -306,14 +339,14 @@ def _check_thread_level(threaded: bool) -> None:
         MPI.THREAD_SERIALIZED: "THREAD_SERIALIZED",
         MPI.THREAD_MULTIPLE: "THREAD_MULTIPLE",
     }
-    needed = MPI.THREAD_MULTIPLE if threaded else MPI.THREAD_SERIALIZED
+    needed = MPI.THREAD_MULTIPLE if _progress_thread_wanted() else MPI.THREAD_SERIALIZED
     provided = MPI.Query_thread()
     if provided < needed:
         raise RuntimeError(
             f"MPI was initialised with {names[provided]}, but mpiddp needs {names[needed]}. If "
             f"your program initialises MPI, let it ask for MPI_THREAD_MULTIPLE (mpi4py does so "
             f"unless mpi4py.rc.thread_level says otherwise). If this MPI has no "
-            f"MPI_THREAD_MULTIPLE, set {PROGRESS_THREAD_VARIABLE}=0: MPI_THREAD_SERIALIZED is "
+            f"MPI_THREAD_MULTIPLE, set {settings.PROGRESS_THREAD.name}=0: MPI_THREAD_SERIALIZED is "
             f"enough then."
         )
 
@@ -376,8 +409,8 @@ def _leave_world() -> None:
     world, _world = _world, None
     if world is None or forks.forked():
         return
-    if sys.excepthook is _abort_on_exception:
-        sys.excepthook = world.excepthook_before
+    if world.started:
+        uncaught.unwatch()
     atexit.unregister(_stop_at_exit)
     world.completion.stop()
     world.requests.engine.stop()
@@ -390,20 +423,6 @@ def _leave_world() -> None:
             del os.environ[name]
 
 
-def _abort_on_exception(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-) -> None:
-    """Print the traceback and end the job: the other ranks would wait for this one."""
-    world = _world
-    if world is None:
-        sys.__excepthook__(kind, error, traceback)
-        return
-    world.excepthook(kind, error, traceback)
-    if world.process_id != os.getpid() or world.topology.world_size == 1:
-        return
-    abort_job(130 if issubclass(kind, KeyboardInterrupt) else 1)
-
-
 def _stop_at_exit() -> None:
     """End without destroy_process_group: stop the thread, let mpi4py finalise MPI.
 
@@ -412,6 +431,8 @@ def _stop_at_exit() -> None:
     """
     if _world is None or _world.process_id != os.getpid():
         return
+    uncaught.check_end()
+    uncaught.unwatch()  # threads that go on may meet what is stopped here
     _world.completion.stop()
     _world.requests.engine.stop()
     _world.roll_call.stop()

@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
-from mpiddp import bucket_roll_call
+from mpiddp import bucket_roll_call, settings
 from mpiddp.calls import describe, ranks_in_words
-from mpiddp.transport import PROGRESS_THREAD_VARIABLE
 
 if TYPE_CHECKING:
     from mpiddp.operating_group import OperatingGroup
@@ -133,7 +132,7 @@ class RollCall:
         """
         own = _Answer(group.entered, _last_of(group))
         if self._thread is None:
-            return f"Which ranks are missing cannot be told with {PROGRESS_THREAD_VARIABLE}=0"
+            return f"Which ranks are missing cannot be told with {settings.PROGRESS_THREAD.name}=0"
         answers = self._ask(group)
         answers[group.rank()] = own
         wanted = own.entered if number is None else number
@@ -150,7 +149,7 @@ class RollCall:
             number: of the bucket, as bucket_roll_call.py counts them.
         """
         if self._thread is None:
-            return f"Which ranks are missing cannot be told with {PROGRESS_THREAD_VARIABLE}=0"
+            return f"Which ranks are missing cannot be told with {settings.PROGRESS_THREAD.name}=0"
         answers = self._ask(group, module)
         answers[group.rank()] = _Answer(number, "")
         missing: dict[str, list[int]] = {}

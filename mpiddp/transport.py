@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpiddp import device_transports
+from mpiddp import device_transports, settings
 from mpiddp.device_ring import DeviceRingTransport
 from mpiddp.device_runtime import runtime_of
 from mpiddp.iallreduce import IallreduceTransport
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 # What a user may ask for. "shared" is shared memory inside nodes and lanes between them; "auto"
 # takes it where any ranks share a node, else "mpi".
 TRANSPORTS = ("auto", "shared", "mpi")
-TRANSPORT_VARIABLE = "MPIDDP_TRANSPORT"
 
 # Where a bucket is sent, the wire is idle until the first large one is full: 4 MiB instead of
 # torch's 25 took a fifth off a step between two hosts. Inside a node it makes no difference.
@@ -45,10 +44,6 @@ CHUNK_BYTES = 512 << 10
 CHUNK_BYTES_OF_MANY = 1 << 20
 MOST_CHUNKS = 8
 
-# 0: progress is made from autograd's hooks alone. 1: by a thread. Unset: by a thread where
-# messages need it or cores are left over.
-PROGRESS_THREAD_VARIABLE = "MPIDDP_PROGRESS_THREAD"
-
 
 def requested_transport(argument: str | None) -> str:
     """Return the transport that the argument names, else the environment. Not collective.
@@ -56,11 +51,11 @@ def requested_transport(argument: str | None) -> str:
     Raises:
         ValueError: there is no transport of this name.
     """
-    name = os.environ.get(TRANSPORT_VARIABLE, "auto") if argument is None else argument
-    if name not in TRANSPORTS:
-        source = TRANSPORT_VARIABLE if argument is None else "transport"
-        raise ValueError(f"{source} must be one of {', '.join(TRANSPORTS)}, not {name!r}")
-    return name
+    if argument is None:
+        return settings.TRANSPORT.read()
+    if argument not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {argument!r}")
+    return argument
 
 
 def open_channel(
@@ -223,5 +218,5 @@ def _make_shared(node: MPI.Comm) -> SharedTransport:
     return SharedTransport(
         node,
         crowded=cores < ranks,
-        wants_thread=spare or os.environ.get(PROGRESS_THREAD_VARIABLE) == "1",
+        wants_thread=spare or settings.PROGRESS_THREAD.read() is True,
     )

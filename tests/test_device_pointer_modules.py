@@ -31,7 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from mpiddp import DistributedDataParallel as DDP
-from mpiddp import compression, device_transports
+from mpiddp import compression, device_transports, settings
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
@@ -62,7 +62,7 @@ def way(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def group(gpu: Gpu, way: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
     """Return a group of all ranks, whose modules have no queue of another transport yet."""
-    monkeypatch.setenv(device_transports.DEVICE_TRANSPORT_VARIABLE, way)
+    monkeypatch.setenv(settings.DEVICE_TRANSPORT.name, way)
     if gpu.real:
         gpus.require(way, gpu.device)
     else:

@@ -1,0 +1,154 @@
+"""Every environment variable of mpiddp: what it is called, what it may be, and reading it.
+
+A leaf: it imports nothing of mpiddp. No other file reads a variable whose name begins with
+MPIDDP_.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+__all__ = [
+    "DEVICE_TRANSPORT",
+    "KERNELS",
+    "PROGRESS_THREAD",
+    "SETTINGS",
+    "TRANSPORT",
+    "TRIAL_SECONDS",
+    "Setting",
+]
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Setting(Generic[Value]):
+    """One environment variable.
+
+    Attributes:
+        name: of the variable.
+        type: what it may be, in words such as "0 or 1".
+        default: what holds where it is unset.
+        meaning: what it is for, in a sentence or two.
+        same_on_all_ranks: whether it must be. Then the ranks compare it when they meet.
+        parse: returns what a text stands for; raises ValueError for one that is not allowed.
+        unset: what `read` returns where the variable is unset.
+    """
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+    same_on_all_ranks: bool
+    parse: Callable[[str], Value] = field(repr=False)
+    unset: Value
+
+    def read(self) -> Value:
+        """Return what the environment says. Not collective.
+
+        Raises:
+            ValueError: it says something that is not allowed.
+        """
+        text = self.text()
+        if text is None:
+            return self.unset
+        try:
+            return self.parse(text)
+        except ValueError:
+            raise ValueError(f"{self.name} must be {self.type}, not {text!r}") from None
+
+    def describe(self) -> str:
+        """Return what to say that the environment says. Not collective."""
+        default = "unset" if self.unset is None else self.default
+        text = self.text()
+        return default if text is None else text
+
+    def text(self) -> str | None:
+        """Return the variable as it is, None where it is unset. Not collective."""
+        return os.environ.get(self.name)
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError
+        return text
+
+    return parse
+
+
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError
+    return text == "1"
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise ValueError
+    return seconds
+
+
+TRANSPORT = Setting(
+    "MPIDDP_TRANSPORT",
+    "auto, shared or mpi",
+    "auto",
+    "How gradients travel where DistributedDataParallel is not told by `transport`: in memory "
+    "that the ranks of a node share, or by MPI_Iallreduce alone. auto takes what is faster.",
+    True,
+    _one_of("auto", "shared", "mpi"),
+    "auto",
+)
+DEVICE_TRANSPORT: Setting[str] = Setting(
+    "MPIDDP_DEVICE_TRANSPORT",
+    "auto, staging, device or ring",
+    "auto",
+    "How gradients on a GPU travel: through pinned host memory (staging), by MPI_Iallreduce of the "
+    "GPU's memory (device), or around a ring of messages with the sums on the GPU (ring). auto "
+    "takes the first of device, ring and staging that this MPI is known and seen to do right.",
+    True,
+    _one_of("auto", "staging", "device", "ring"),
+    "auto",
+)
+PROGRESS_THREAD: Setting[bool | None] = Setting(
+    "MPIDDP_PROGRESS_THREAD",
+    "0 or 1",
+    "a thread where messages need it or cores are left over",
+    "Whether a thread makes progress while backward runs: 0 never starts it, and then "
+    "MPI_THREAD_SERIALIZED is enough, and time-outs do not name the missing ranks; 1 always does.",
+    True,
+    _flag,
+    None,
+)
+KERNELS: Setting[str | None] = Setting(
+    "MPIDDP_KERNELS",
+    "one of the names that mpiddp.kernels.available() returns, such as plain or avx2",
+    "the best that the processor can run",
+    "Which SIMD instructions add gradients in shared memory. All give the same bits.",
+    False,
+    # Which of them there are depends on the processor, which mpiddp.kernels asks.
+    lambda text: text or None,
+    None,
+)
+TRIAL_SECONDS = Setting(
+    "MPIDDP_TRIAL_SECONDS",
+    "a positive number",
+    "90",
+    "After how many seconds a rank of the job that tries GPU memory in MPI ends itself. mpiddp "
+    "sets it for that job.",
+    False,
+    _seconds,
+    90.0,
+)
+
+SETTINGS: tuple[Setting[Any], ...] = (
+    TRANSPORT,
+    DEVICE_TRANSPORT,
+    PROGRESS_THREAD,
+    KERNELS,
+    TRIAL_SECONDS,
+)
