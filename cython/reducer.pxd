@@ -60,6 +60,8 @@ cdef class Reducer:
     cdef readonly Py_ssize_t ready
     cdef readonly bint expecting             # a forward asked for gradients to be reduced
     cdef bint callback_queued
+    cdef bint failed                # a hook has raised in this backward
+    cdef public object profile      # told of buckets' reductions while the profiler runs, or None
     cdef bint incomplete            # some rank missed some parameter in the last backward
     cdef readonly Py_ssize_t reductions
     cdef readonly list unused               # parameters without a gradient in the last backward

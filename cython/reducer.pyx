@@ -42,7 +42,7 @@ from mpiddp import sparse_gradients
 from mpiddp.bucket_building import make_buckets
 from mpiddp.python_hook import wait_for_all
 from mpiddp.verification import (
-    raise_other_kind, raise_timed_out, raise_used_again, refuse_shared_views,
+    raise_other_kind, raise_timed_out, raise_unfinished, raise_used_again, refuse_shared_views,
 )
 
 _queue_callback = Variable._execution_engine.queue_callback
@@ -58,7 +58,12 @@ cdef class ParameterHook:
 
     def __call__(self, parameter):
         if self.reducer != NULL:
-            (<Reducer>self.reducer).parameter_ready(self.index, parameter)
+            try:
+                (<Reducer>self.reducer).parameter_ready(self.index, parameter)
+            except Exception as error:
+                (<Reducer>self.reducer).failed = True
+                (<Reducer>self.reducer).note_error(error)
+                raise
 
 
 cdef class Reducer:
@@ -333,6 +338,8 @@ cdef class Reducer:
                     break
                 if not bucket.sparse and not bucket.skipped:
                     bucket.fill_from_staging()
+                    if self.profile is not None:
+                        self.profile.begin(bucket)
                     bucket.channel.submit(&bucket.work)
                 if self.next_bucket == 0:
                     self.communication_began = now()
@@ -405,6 +412,8 @@ cdef class Reducer:
         """Wait for the mean of a bucket; see what it says of parameters that no rank used."""
         if bucket.channel.wait(&bucket.work, self.timeout.total_seconds()) == WAIT_TIMED_OUT:
             raise_timed_out(self.process_group, self.describe_bucket(bucket))
+        if self.profile is not None:
+            self.profile.end(bucket)
         if bucket.on_device:
             (<DeviceBucket>bucket).receive()
         if self.skip_unused and not self.has_rebuilt_buckets:
@@ -465,6 +474,9 @@ cdef class Reducer:
         if not self.incomplete:
             self.missing = []
 
+    def note_error(self, error):
+        """Take note of an error that a hook is about to raise. Not collective."""
+
     def was_used(self, Py_ssize_t index):
         """Return whether parameter `index` got a gradient since the last reduction.
 
@@ -484,11 +496,11 @@ cdef class Reducer:
         self.forward_began = now()
         if self.divisor != self.world_size:
             self.set_divisor(self.world_size)
-        if self.expecting and self.ready:
-            raise RuntimeError(
-                f"the previous backward pass ended before all gradients were reduced: "
-                f"{self.ready} of {len(self.parameters)} parameters had theirs. Either it raised "
-                f"an exception, or a second forward pass began inside of it."
+        if self.expecting and (self.ready or self.failed):
+            raise_unfinished(
+                [index for index in range(len(self.parameters)) if self.states[index].left],
+                len(self.parameters), self.process_group.rank(), self.describe_parameter,
+                self.static_graph,
             )
 
     def prepare_for_backward(self, outputs):
