@@ -209,7 +209,7 @@ class OperatingGroup(dist.ProcessGroup):
         """
         if torch.autograd.profiler._is_profiler_enabled and event is None:
             what = (function, arguments, opts, tensors, detail, compared, elements, message)
-            event = Event(name, tensors)
+            event = Event(name)
             try:
                 work = self._start(name, *what, event=event)
             except BaseException:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch._C._profiler import _RecordFunctionFast
 
 if TYPE_CHECKING:
     from mpiddp.bucket import Bucket
@@ -35,19 +33,21 @@ class Event:
 
     Args:
         name: such as "all_reduce"; the profiler sees it as "mpiddp:all_reduce".
-        tensors: whose shapes it is to see.
     """
 
-    def __init__(self, name: str, tensors: Sequence[torch.Tensor] = ()) -> None:
-        self._event: Any = _RecordFunctionFast(f"mpiddp:{name}", list(tensors), {})
-        self._event.__enter__()
+    def __init__(self, name: str) -> None:
+        self._future: torch.futures.Future[None] | None = torch.futures.Future()
+        profiler = torch.ops.profiler
+        event = profiler._record_function_enter_new(f"mpiddp:{name}", None)
+        # Lets the thread that completes the future see the profiler of this one.
+        profiler._call_end_callbacks_on_jit_fut._RecordFunction(event, self._future)
 
     def end(self) -> None:
         """End it. Harmless when called twice."""
-        event, self._event = self._event, None
-        if event is not None:
+        future, self._future = self._future, None
+        if future is not None:
             # Waited for: the profiler may be stopped next.
-            _ending_thread().submit(event.__exit__, None, None, None).result()
+            _ending_thread().submit(future.set_result, None).result()
 
 
 class BucketEvents:
@@ -58,7 +58,7 @@ class BucketEvents:
 
     def begin(self, bucket: Bucket) -> None:
         """See a bucket that is launched."""
-        self._events[bucket.index] = Event("all_reduce", [bucket.buffer])
+        self._events[bucket.index] = Event("all_reduce")
 
     def end(self, bucket: Bucket) -> None:
         """See that it was reduced, if it was seen before."""

@@ -18,9 +18,7 @@ STEPS = 3
 
 
 def profile() -> torch.profiler.profile:
-    return torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
-    )
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
 
 def named(
@@ -57,7 +55,7 @@ def test_search_for_unused_parameters():
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_operations(in_background):
-    """They are asynchronous to the profiler, and have their tensors' shapes."""
+    """They are asynchronous to the profiler."""
     with profile() as profiler:
         work = dist.all_reduce(torch.ones(3, 4), async_op=in_background)
         if in_background:
@@ -65,7 +63,6 @@ def test_operations(in_background):
     (event,) = named(profiler, "mpiddp:all_reduce")
     with together():
         assert event.is_async
-        assert event.input_shapes == [[3, 4]]
 
 
 def test_messages_from_any_rank():
