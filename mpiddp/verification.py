@@ -174,8 +174,8 @@ def raise_unfinished(
         f"{_UNFINISHED}{' ' + _GRAPH_CHANGED if static_graph else ''}"
         f"{_without_gradient(rank, left)}\n"
         f"the previous backward pass ended before all gradients were reduced: "
-        f"{count - len(left)} of {count} parameters had theirs, but not "
-        f"{', '.join(shown)}{rest}. Either it raised an exception, or a second forward pass began "
+        f"{count - len(left)} of {count} parameters had theirs"
+        f"{', but not ' if shown else ''}{', '.join(shown)}{rest}. Either it raised an exception, or a second forward pass began "
         f"inside of it."
     )
 

@@ -151,7 +151,7 @@ class TestErrors:
         model = DDP(GivenGradients(a=torch.zeros(3), b=torch.zeros(3)), static_graph=True)
         model({"a": torch.ones(3)}).backward()
         with together(), pytest.raises(RuntimeError, match="graph has changed"):
-            model({"b": torch.ones(3), "a": torch.ones(3)}).backward()
+            model({"a": torch.ones(3), "b": torch.ones(3)}).backward()
         with together():
             self.check(model, "graph has changed")
         # This rank has not reduced, others may have.
