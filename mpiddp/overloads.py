@@ -39,10 +39,9 @@ def also_called_with(options: type, *names: str, tensors: int = 1) -> Callable[[
                 return method(self, *args, **kwargs)
             single = dict(zip(names, args[tensors:], strict=False))
             single.update((name, kwargs.pop(name)) for name in names if name in kwargs)
-            single = {name: value for name, value in single.items() if value is not None}
-            if single:
-                kwargs["opts"] = made = options()
-                for name, value in single.items():
+            made = kwargs.setdefault("opts", options())
+            for name, value in single.items():
+                if value is not None:
                     setattr(made, _FIELDS[name], value)
             return method(self, *_as_lists(args[:tensors]), **kwargs)
 

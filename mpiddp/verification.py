@@ -175,7 +175,8 @@ def raise_unfinished(
         f"{_without_gradient(rank, left)}\n"
         f"the previous backward pass ended before all gradients were reduced: "
         f"{count - len(left)} of {count} parameters had theirs"
-        f"{', but not ' if shown else ''}{', '.join(shown)}{rest}. Either it raised an exception, or a second forward pass began "
+        f"{', but not ' if shown else ''}{', '.join(shown)}{rest}. "
+        f"Either it raised an exception, or a second forward pass began "
         f"inside of it."
     )
 
