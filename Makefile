@@ -51,6 +51,7 @@ help:
 	@echo 'make train    train examples/train.py on $$NP ranks (ARGS="--epochs 1" for its options)'
 	@echo 'make test     run the tests (ARGS="-n 2 tests/test_launch.py" for a part of them)'
 	@echo 'make test-all run the slow tests as well (16 ranks and other long ones)'
+	@echo 'make test-torch  run torch'"'"'s own distributed tests on 3 ranks (ARGS=--quick: those of DDP)'
 	@echo 'make test-gpu build, test and measure on a GPU with the torch of $$PYTHON (10 minutes)'
 	@echo 'make lint     check the code with ruff, mypy and cython-lint'
 	@echo 'make build    compile and install mpiddp into the environment'
@@ -70,6 +71,11 @@ train: $(INSTALLED)
 .PHONY: test
 test: $(INSTALLED)
 	$(BIN)/python tests/launch.py $(ARGS)
+
+# Results of Gloo lie in build/: another run, of either MPI, need not make them again.
+.PHONY: test-torch
+test-torch: $(INSTALLED)
+	$(BIN)/python tests/torch_suite.py $(ARGS)
 
 .PHONY: test-all
 test-all: $(INSTALLED)
@@ -110,7 +116,7 @@ lint: $(INSTALLED)
 	@rm -rf build/mypy && mkdir -p build/mypy/mpiddp
 	@ln -s $(addprefix ../../../,$(wildcard mpiddp/*.py mpiddp/py.typed cython/*.pyi)) build/mypy/mpiddp
 	MYPYPATH=build/mypy $(BIN)/mypy -p mpiddp
-	$(BIN)/mypy --follow-imports=silent tests/launch.py tests/launch_report.py
+	$(BIN)/mypy --follow-imports=silent tests/launch.py tests/launch_report.py tests/torch_suite.py
 
 .PHONY: clean
 clean:

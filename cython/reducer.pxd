@@ -57,6 +57,8 @@ cdef class Reducer:
     cdef readonly Py_ssize_t ready
     cdef readonly bint expecting             # a forward asked for gradients to be reduced
     cdef bint callback_queued
+    cdef bint failed                # a hook has raised in this backward
+    cdef public object profile      # told of buckets' reductions while the profiler runs, or None
     cdef bint incomplete            # some rank missed some parameter in the last backward
     cdef public object passes       # the forward passes, or None: see forward_passes.py
     cdef readonly Py_ssize_t counting        # the bucket that tells of them, -1: none

@@ -5,6 +5,7 @@ import torch
 
 from mpiddp.bucket import Bucket
 from mpiddp.engine import Channel
+from mpiddp.profiling import BucketEvents
 from mpiddp.python_hook import PythonHook
 
 class Reducer:
@@ -37,6 +38,7 @@ class Reducer:
     arrival_order: list[int]
     expecting: bool
     ready: int
+    profile: BucketEvents | None
     forward_began: float
     backward_began: float
     communication_began: float
@@ -58,6 +60,7 @@ class Reducer:
         mixed_precision: tuple[torch.dtype, torch.dtype] | None = None,
     ) -> None: ...
     def set_divisor(self, divisor: float) -> None: ...
+    def note_error(self, error: Exception) -> None: ...
     def was_used(self, index: int) -> bool: ...
     def end_of_backward(self) -> None: ...
     def prepare_for_forward(self) -> None: ...

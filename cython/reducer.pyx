@@ -57,7 +57,8 @@ from mpiddp.bucket_roll_call import explain_missing
 from mpiddp.forks import check as check_process
 from mpiddp.python_hook import wait_for_all
 from mpiddp.verification import (
-    raise_no_view, raise_other_kind, raise_timed_out, raise_used_again, refuse_shared_views,
+    raise_no_view, raise_other_kind, raise_timed_out, raise_unfinished, raise_used_again,
+    refuse_shared_views,
 )
 
 _queue_callback = Variable._execution_engine.queue_callback
@@ -75,10 +76,15 @@ cdef class ParameterHook:
     def __call__(self, parameter):
         cdef bint last
         if self.reducer != NULL:
-            last = PyDict_Size(self.hooks) == 1 or self.is_last()
-            (<Reducer>self.reducer).parameter_ready(self.index, parameter, last)
-            if not last:
-                self.move_to_end()
+            try:
+                last = PyDict_Size(self.hooks) == 1 or self.is_last()
+                (<Reducer>self.reducer).parameter_ready(self.index, parameter, last)
+                if not last:
+                    self.move_to_end()
+            except Exception as error:
+                (<Reducer>self.reducer).failed = True
+                (<Reducer>self.reducer).note_error(error)
+                raise
 
     cdef bint is_last(self) except -1:
         """Whether no hook of somebody else comes after this one, in the order of autograd."""
@@ -386,6 +392,8 @@ cdef class Reducer:
                     bucket.fill_from_staging()
                     if bucket.index == self.counting and self.passes is not None:
                         bucket.set_count(self.passes.settle())
+                    if self.profile is not None:
+                        self.profile.begin(bucket)
                     bucket.channel.submit(&bucket.work)
                 if self.next_bucket == 0:
                     self.communication_began = now()
@@ -468,6 +476,8 @@ cdef class Reducer:
                 raise_timed_out(self, bucket, explain_missing(self, bucket))
         finally:
             self.waiting_for = -1
+        if self.profile is not None:
+            self.profile.end(bucket)
         if bucket.on_device:
             (<DeviceBucket>bucket).receive()
         if bucket.index == self.counting:
@@ -550,6 +560,9 @@ cdef class Reducer:
         if not self.incomplete:
             self.missing = []
 
+    def note_error(self, error):
+        """Take note of an error that a hook is about to raise. Not collective."""
+
     def was_used(self, Py_ssize_t index):
         """Return whether parameter `index` got a gradient since the last reduction.
 
@@ -570,14 +583,11 @@ cdef class Reducer:
         self.forward_began = now()
         if self.divisor != self.world_size:
             self.set_divisor(self.world_size)
-        if self.expecting and (self.ready or self.late):
-            raise RuntimeError(
-                f"the previous backward pass ended before all gradients were reduced: "
-                f"{self.ready + len(self.late)} of {len(self.parameters)} parameters had theirs. "
-                f"Either it raised an exception, or a second forward pass began inside of it. After "
-                f"an exception this wrapper cannot go on, nor can those of the other ranks: catch it "
-                f"on all ranks, and let all of them wrap the module again, as in "
-                f"model = DistributedDataParallel(model.module)."
+        if self.expecting and (self.ready or self.late or self.failed):
+            raise_unfinished(
+                [index for index in range(len(self.parameters)) if self.states[index].left],
+                len(self.parameters), self.process_group.rank(), self.describe_parameter,
+                self.static_graph,
             )
 
     def prepare_for_backward(self, outputs):

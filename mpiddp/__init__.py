@@ -27,7 +27,7 @@ _check_loaded_library()
 
 from torch.distributed import Backend as _Backend  # noqa: E402
 
-from mpiddp import compression, init_by_name, monitored_barrier, split_group  # noqa: E402
+from mpiddp import compression, init_by_name, logger, monitored_barrier, split_group  # noqa: E402
 from mpiddp.distributed import DistributedDataParallel  # noqa: E402
 from mpiddp.rendezvous import (  # noqa: E402
     BACKEND,
@@ -42,6 +42,7 @@ from mpiddp.version import __version__  # noqa: E402
 
 _Backend.register_backend(BACKEND, create_process_group, extended_api=True, devices=["cpu", "cuda"])
 init_by_name.install()
+logger.install()
 monitored_barrier.install()
 split_group.install()
 

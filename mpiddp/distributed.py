@@ -37,7 +37,7 @@ from mpiddp.bucket_assignment import BucketAssignment
 from mpiddp.communicator_group import group_of, is_communicator
 from mpiddp.compilation import run_as_it_is
 from mpiddp.forward_passes import ForwardPasses
-from mpiddp.logger import Logger
+from mpiddp.logger import Logger, logs_errors
 from mpiddp.mixed_precision import (
     NarrowParameters,
     compression_of,
@@ -248,8 +248,11 @@ class DistributedDataParallel(TorchWrapper):
         group = self.process_group
         describe = _describer(parameters, param_to_name_mapping)
 
+        def name(index: int) -> str:
+            return _name(param_to_name_mapping, index)
+
         def report_missing(missing: list[tuple[int, int]], graph_is_static: bool) -> None:
-            verification.raise_missing_gradients(group, missing, describe, graph_is_static)
+            verification.raise_missing_gradients(group, missing, describe, name, graph_is_static)
 
         channels = group.lease_channels(self._transport, parameters)
         limits = self._bucket_size_limits(next(iter(channels.values())))
@@ -303,6 +306,7 @@ class DistributedDataParallel(TorchWrapper):
             self.reducer.compress(compression_of(self._precision_on_cpu))
         self._install_copied_hooks()
 
+    @logs_errors
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let a hook reduce gradients, or change how they travel. Overrides torch's method.
 
@@ -395,6 +399,7 @@ class DistributedDataParallel(TorchWrapper):
     def _setup_in_backward_optimizers(self) -> None:
         optimizer_in_backward.set_up(self)
 
+    @logs_errors
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """Register what a built-in hook of torch does. Collective, see `register_comm_hook`."""
         self.register_comm_hook(None, comm_hooks.builtin_hook(comm_hook_type))
@@ -486,6 +491,7 @@ class DistributedDataParallel(TorchWrapper):
             )
         self.logger.set_sample_rate(sample_rate)
 
+    @logs_errors
     def _set_sparse_metadata(self, global_unique_ids: Mapping[str, torch.Tensor]) -> None:
         """Accept which rows of sparse gradients are used: the ranks tell each other anyway.
 
@@ -586,7 +592,11 @@ def _describer(
     shapes = [tuple(parameter.shape) for parameter in parameters]
 
     def describe(index: int) -> str:
-        # torch joins module and parameter names by a dot even where the module has no name.
-        return f"parameter {names[index].removeprefix('.')!r} of shape {shapes[index]}"
+        return f"parameter {_name(names, index)!r} of shape {shapes[index]}"
 
     return describe
+
+
+def _name(names: dict[int, str], index: int) -> str:
+    # torch joins module and parameter names by a dot even where the module has no name.
+    return names[index].removeprefix(".")

@@ -6,14 +6,22 @@ monotonic clock.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from mpiddp.compilation import run_as_it_is
+from mpiddp.replacement import replace_function
 from mpiddp.wrapper_reducer import WrapperReducer
+
+__all__ = ["Logger", "LoggingData", "install", "logs_errors"]
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 # As torch writes them.
 _DTYPES = {
@@ -182,3 +190,38 @@ class Logger:
     def _bytes(self, indices: Sequence[int]) -> int:
         parameters = self._reducer.parameters
         return sum(parameters[i].numel() * parameters[i].element_size() for i in indices)
+
+
+def logs_errors(method: Method) -> Method:
+    """Let a method of a wrapper note in its logging data what it raises. Not collective."""
+
+    @functools.wraps(method)
+    def logging(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            self.logger.set_error_and_log(f"{type(error)}: {error}")
+            raise
+
+    return logging  # type: ignore[return-value]
+
+
+def install() -> None:
+    """Let functions of torch that note errors in a logger take ours too. Not collective."""
+    for name in ("_compute_bucket_assignment_by_size", "_verify_params_across_processes"):
+        replace_function(getattr(dist, name), _with_our_logger)
+
+
+def _with_our_logger(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    def calling(*args: Any, **kwargs: Any) -> Any:
+        logger = kwargs.get("logger", args[-1] if args else None)
+        if not isinstance(logger, Logger):
+            return torchs(*args, **kwargs)
+        kwargs.pop("logger", None)
+        try:
+            return torchs(*(each for each in args if each is not logger), **kwargs)
+        except RuntimeError as error:
+            logger.set_error_and_log(str(error))
+            raise
+
+    return calling

@@ -24,6 +24,7 @@ from mpiddp.compilation import run_as_it_is
 from mpiddp.completion import Completion
 from mpiddp.device_tensors import DeviceWork
 from mpiddp.engine import Engine
+from mpiddp.profiling import Event
 from mpiddp.requests import Pending, Requests
 from mpiddp.roll_call import RollCall
 from mpiddp.work import COMPLETED, CompletedWork, Operation, Work
@@ -172,7 +173,8 @@ class OperatingGroup(dist.ProcessGroup):
         )
         return RuntimeError(
             f"rank {self.rank()} of {self.size()}: {name} on process group "
-            f"{self.group_name or 'world'!r} has waited {seconds:g} s for other ranks. "
+            f"{self.group_name or 'world'!r} has waited {seconds:g} s for other ranks, and its "
+            f"timeout is over. "
             f"{missing}"
         )
 
@@ -202,7 +204,7 @@ class OperatingGroup(dist.ProcessGroup):
         compared: Callable[[], Iterable[torch.Tensor]] | None = None,
         elements: Callable[[], tuple[Sequence[int], Sequence[int]]] | None = None,
         message: bool = False,
-        profiled: bool = False,
+        event: Event | None = None,
     ) -> TorchWork:
         """Run an operation up to its end, or if it is asynchronous up to MPI's first calls.
 
@@ -210,10 +212,17 @@ class OperatingGroup(dist.ProcessGroup):
         must agree with, see `agreement.check`; a message is not compared nor counted. If the first
         of `tensors` is on a GPU, so are all, see Note [Operations on copies].
         """
-        if torch.autograd.profiler._is_profiler_enabled and not profiled:
+        if torch.autograd.profiler._is_profiler_enabled and event is None:
             what = (function, arguments, opts, tensors, detail, compared, elements, message)
-            with torch.profiler.record_function(f"mpiddp:{name}"):
-                return self._start(name, *what, profiled=True)
+            event = Event(name)
+            try:
+                work = self._start(name, *what, event=event)
+            except BaseException:
+                event.end()
+                raise
+            if work is COMPLETED:
+                event.end()
+            return work
         forks.check(name)
         uncaught.take_part()
         number = 0
@@ -248,6 +257,8 @@ class OperatingGroup(dist.ProcessGroup):
         else:
             limit = self._limit(opts)
             work = DeviceWork([copies], self, name, operation, waited, limit, number)
+        if event is not None:
+            work.event = event
         # A small message has gone at once, and the engine need not hear of it.
         if not work.is_completed():
             for each in waited:

@@ -43,6 +43,7 @@ from mpiddp.device_tensors import wait_for_stream
 from mpiddp.engine import Channel
 from mpiddp.gradient_queues import GradientQueues
 from mpiddp.monitored_barrier import MonitoredBarrier
+from mpiddp.overloads import also_called_with
 from mpiddp.requests import Requests
 from mpiddp.state_broadcast import StateBroadcast
 from mpiddp.work import Operation
@@ -111,6 +112,7 @@ class ProcessGroup(AnsweringGroup):
 
     # Reductions. 16-bit floats are reduced in float32 and rounded once.
 
+    @also_called_with(AllreduceOptions, "op", "timeout")
     def allreduce(
         self, tensors: list[torch.Tensor], opts: AllreduceOptions | None = None
     ) -> TorchWork:
@@ -138,6 +140,7 @@ class ProcessGroup(AnsweringGroup):
             function = reductions.all_reduce
         return self._start("all_reduce_coalesced", function, (tensors, op), opts, tensors, op)
 
+    @also_called_with(ReduceOptions, "root", "op", "timeout")
     def reduce(self, tensors: list[torch.Tensor], opts: ReduceOptions) -> TorchWork:
         """Reduce each tensor to ``opts.rootRank``, as dist.reduce does. Collective.
 
@@ -149,6 +152,7 @@ class ProcessGroup(AnsweringGroup):
         how = (opts.reduceOp, opts.rootRank)
         return self._start("reduce", reductions.reduce, (tensors, *how), opts, tensors, how)
 
+    @also_called_with(ReduceScatterOptions, "op", "timeout", tensors=2)
     def reduce_scatter(
         self,
         outputs: list[torch.Tensor],
@@ -199,6 +203,7 @@ class ProcessGroup(AnsweringGroup):
 
     # Data movement. Any dtype, any strides.
 
+    @also_called_with(BroadcastOptions, "root", "timeout")
     def broadcast(
         self, tensors: list[torch.Tensor], opts: BroadcastOptions | None = None
     ) -> TorchWork:
@@ -210,6 +215,7 @@ class ProcessGroup(AnsweringGroup):
         function = data_movement.broadcast
         return self._start("broadcast", function, (tensors, root), opts, tensors, root)
 
+    @also_called_with(AllgatherOptions, "timeout", tensors=2)
     def allgather(
         self,
         outputs: list[list[torch.Tensor]],
@@ -268,6 +274,7 @@ class ProcessGroup(AnsweringGroup):
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
+    @also_called_with(GatherOptions, "root", "timeout", tensors=2)
     def gather(
         self,
         outputs: list[list[torch.Tensor]],
@@ -292,6 +299,7 @@ class ProcessGroup(AnsweringGroup):
             elements=lambda: (for_one(self, root, inputs), by_rank(self, outputs)),
         )
 
+    @also_called_with(ScatterOptions, "root", "timeout", tensors=2)
     def scatter(
         self,
         outputs: list[torch.Tensor],
@@ -316,6 +324,7 @@ class ProcessGroup(AnsweringGroup):
             elements=lambda: (by_rank(self, inputs), for_one(self, root, outputs)),
         )
 
+    @also_called_with(AllToAllOptions, "timeout", tensors=2)
     def alltoall(
         self,
         outputs: list[torch.Tensor],
@@ -338,6 +347,7 @@ class ProcessGroup(AnsweringGroup):
             elements=lambda: (by_rank(self, [inputs]), by_rank(self, [outputs])),
         )
 
+    @also_called_with(AllToAllOptions, "timeout", tensors=4)
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -368,6 +378,7 @@ class ProcessGroup(AnsweringGroup):
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
+    @also_called_with(BarrierOptions, "timeout", tensors=0)
     def barrier(self, opts: BarrierOptions | None = None) -> TorchWork:
         """Wait until all ranks are here.
 
@@ -413,7 +424,8 @@ class ProcessGroup(AnsweringGroup):
             ValueError: there is no such rank, or MPI has no such tag.
         """
         function = messages.receive
-        return self._start("recv", function, (tensors, source, tag), None, tensors, message=True)
+        name = "recvAnySource" if source == messages.ANY_SOURCE else "recv"
+        return self._start(name, function, (tensors, source, tag), None, tensors, message=True)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> TorchWork:
         """Receive tensors from any rank; the Work's source_rank says from which.

@@ -166,6 +166,8 @@ def _on_mpiddp(signature: inspect.Signature, args: Any, kwargs: Any) -> bool:
         return False  # unpickling; or torch's own error follows
     group, mesh = given.get("process_group"), given.get("device_mesh")
     if mesh is not None:
+        if mesh.ndim != 1 or mesh.get_coordinate() is None:
+            return False  # torch's own error follows
         group = mesh.get_group(mesh_dim=0)
     if group is None and dist.is_initialized():
         group = dist.group.WORLD

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, DebugLevel, get_debug_level
 
 if TYPE_CHECKING:
     from mpiddp.bucket import Bucket
@@ -18,6 +18,16 @@ if TYPE_CHECKING:
     from mpiddp.wrapper_reducer import WrapperReducer
 
 _SHOWN = 10
+
+# Sentences that scripts look for in the errors of torch's class.
+_UNFINISHED = (
+    "Expected to have finished reduction in the prior iteration before starting a new one."
+)
+_GRAPH_CHANGED = (
+    "This error indicates that your training graph has changed in this iteration, e.g., one "
+    "parameter is used in first iteration, but then got unused in the second iteration. this is "
+    "not compatible with static_graph set to True."
+)
 
 
 def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -92,6 +102,7 @@ def raise_missing_gradients(
     process_group: ProcessGroup,
     missing: Sequence[tuple[int, int]],
     describe_parameter: Callable[[int], str],
+    name_parameter: Callable[[int], str],
     static_graph: bool = False,
 ) -> NoReturn:
     """Raise on all ranks, naming the parameters that got no gradient, and where.
@@ -102,6 +113,7 @@ def raise_missing_gradients(
         process_group: the ranks.
         missing: pairs (parameter index, bucket index) that this rank missed.
         describe_parameter: returns the name and shape of a parameter.
+        name_parameter: returns its name.
         static_graph: whether the first backward has told which gradients to expect.
 
     Raises:
@@ -118,21 +130,85 @@ def raise_missing_gradients(
     rest = f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
     if static_graph:
         advice = (
-            "Your training graph has changed: in the first iteration they had one. This is not "
-            "compatible with static_graph set to True: leave it out, and pass "
+            "In the first iteration they had one. Leave static_graph out, and pass "
             "find_unused_parameters=True if parameters may be unused"
         )
     else:
         advice = (
-            "If that is what your model does, pass find_unused_parameters=True to "
-            "DistributedDataParallel; if not, see that every output of forward takes part in the "
-            "loss and every parameter in an output, on all ranks"
+            "If that is what your model does, say so by passing the keyword argument "
+            "`find_unused_parameters=True` to DistributedDataParallel; if not, make sure that all "
+            "`forward` function outputs participate in calculating loss, and every parameter in "
+            "an output, on all ranks"
         )
+    own = [index for index, _ in missing]
     raise RuntimeError(
-        f"Expected to have finished reduction in the prior iteration before starting a new one. "
+        f"{_UNFINISHED}{' ' + _GRAPH_CHANGED if static_graph else ''}"
+        f"{_without_gradient(process_group.rank(), own)}"
+        f"{_named_without_gradient(process_group.rank(), own, name_parameter)}\n"
         f"These parameters got no gradient in the last backward: "
         f"{'; '.join(shown[:_SHOWN])}{rest}. "
-        f"The others were averaged, with zeros for what was missing. {advice}."
+        f"The others were averaged, with zeros for what was missing. {advice}.{_more()}"
+    )
+
+
+def raise_unfinished(
+    left: Sequence[int],
+    count: int,
+    rank: int,
+    describe_parameter: Callable[[int], str],
+    static_graph: bool,
+) -> NoReturn:
+    """Raise for a backward that ended before all gradients were reduced. Not collective.
+
+    Args:
+        left: indices of the parameters that were not ready.
+        count: how many parameters there are.
+        rank: this one.
+        describe_parameter: returns the name and shape of a parameter.
+        static_graph: whether the first backward has told which gradients to expect.
+
+    Raises:
+        RuntimeError: always.
+    """
+    shown = [describe_parameter(index) for index in left[:_SHOWN]]
+    rest = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+    raise RuntimeError(
+        f"{_UNFINISHED}{' ' + _GRAPH_CHANGED if static_graph else ''}"
+        f"{_without_gradient(rank, left)}\n"
+        f"the previous backward pass ended before all gradients were reduced: "
+        f"{count - len(left)} of {count} parameters had theirs"
+        f"{', but not ' if shown else ''}{', '.join(shown)}{rest}. "
+        f"Either it raised an exception, or a second forward pass began inside of it. After an "
+        f"exception this wrapper cannot go on, nor can those of the other ranks: catch it on all "
+        f"ranks, and let all of them wrap the module again, as in "
+        f"model = DistributedDataParallel(model.module)."
+    )
+
+
+def _without_gradient(rank: int, indices: Sequence[int]) -> str:
+    if not indices:
+        return ""
+    listed = " ".join(map(str, indices))
+    return f"\nParameter indices which did not receive grad for rank {rank}: {listed}"
+
+
+def _named_without_gradient(
+    rank: int, indices: Sequence[int], name_parameter: Callable[[int], str]
+) -> str:
+    if not indices:
+        return ""
+    rest = f" and {len(indices) - _SHOWN} more" if len(indices) > _SHOWN else ""
+    listed = ", ".join(name_parameter(index) for index in indices[:_SHOWN])
+    return f"\nParameters which did not receive grad for rank {rank}: {listed}{rest}"
+
+
+def _more() -> str:
+    """Return where to look for more, unless it is switched on already."""
+    if get_debug_level() != DebugLevel.OFF:
+        return ""
+    return (
+        " To have the collectives of all ranks compared as well, set the environment variable "
+        "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL (only DETAIL compares)."
     )
 
 

@@ -37,6 +37,7 @@ from mpiddp import forks
 
 if TYPE_CHECKING:
     from mpiddp.operating_group import OperatingGroup
+    from mpiddp.profiling import Event
     from mpiddp.requests import Pending
 
 Operation = Generator["Pending | list[Pending]", None, Any]
@@ -56,7 +57,12 @@ class Work(TorchWork):
         pending: what it waits for.
         seconds: how long it may wait for other ranks.
         number: which of the group's collectives it is, from 1; 0: a message.
+
+    Attributes:
+        event: ended with the operation, while the profiler runs.
     """
+
+    event: Event | None = None
 
     def __init__(
         self,
@@ -229,6 +235,8 @@ class Work(TorchWork):
             next(self._operation)
             raise AssertionError(f"{self.name} has a second step")
         except StopIteration as stop:
+            if self.event is not None:
+                self.event.end()
             self._result = stop.value
             self._operation = None
         except Exception as error:
@@ -245,6 +253,8 @@ class Work(TorchWork):
         if not all(pending.done for pending in self.pending):
             # One message failed, but the engine still moves the others.
             self._group.abandon(self._operation, self.pending)
+        if self.event is not None:
+            self.event.end()
         self._error = error
         self._operation = None
 

@@ -6,13 +6,16 @@ gradients is reducer.pyx.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from mpiddp import static_graph
+from mpiddp.compilation import run_as_it_is
+from mpiddp.profiling import BucketEvents, is_profiling, searching_unused_parameters
 from mpiddp.reducer import Reducer
 
 if TYPE_CHECKING:
@@ -23,14 +26,34 @@ if TYPE_CHECKING:
     from mpiddp.python_hook import PythonHook
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _notes_errors(method: Method) -> Method:
+    """Let a method of a reducer note what it raises."""
+
+    @functools.wraps(method)
+    def noting(self: WrapperReducer, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except Exception as error:
+            self.note_error(error)
+            raise
+
+    return noting  # type: ignore[return-value]
+
+
+@run_as_it_is
 class WrapperReducer(Reducer):
     """A `Reducer` that stands where torch's C++ Reducer stands in torch's wrapper."""
 
-    logger: weakref.ref[Logger]
+    logger: weakref.ref[Logger] | None = None
     # Given by the process group: which of its wrapped modules this is, see bucket_roll_call.py.
     number: int
     module_name: str
     narrow_parameters: NarrowParameters  # only in mixed precision on the CPU
+    _unused_before: Sequence[int] | None = None
+    _unused_changed = False
 
     def compress(self, dtype: torch.dtype | None) -> None:
         """Let float32 and float64 gradients travel as `dtype`, see Note [Compression].
@@ -74,6 +97,47 @@ class WrapperReducer(Reducer):
 
     # What torch's wrapper calls.
 
+    prepare_for_forward = _notes_errors(Reducer.prepare_for_forward)
+    _rebuild_buckets = _notes_errors(Reducer._rebuild_buckets)
+
+    def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
+        """Expect a backward whose gradients are to be reduced, as in `Reducer`."""
+        self.profile = None
+        if not is_profiling():
+            super().prepare_for_backward(outputs)
+            return
+        if self.python_hook is None:  # else the hook's own operations are seen
+            self.profile = BucketEvents()
+        with searching_unused_parameters(self.find_unused_parameters):
+            super().prepare_for_backward(outputs)
+
+    @_notes_errors
+    def end_of_backward(self) -> None:
+        """Wait for the buckets and write the means, as in `Reducer`. Collective."""
+        reductions = self.reductions
+        super().end_of_backward()
+        if self.reductions > reductions and self.find_unused_parameters:
+            before, self._unused_before = self._unused_before, self.unused
+            self._unused_changed |= before is not None and before != self.unused
+
+    def _ddp_graph_static(self) -> bool:
+        """Return whether the same parameters were unused in each backward so far.
+
+        Not collective. Known with `find_unused_parameters`, else True.
+        """
+        return not self._unused_changed
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        """Return how many ranks have used each parameter in the last backward.
+
+        Collective, other than in torch's class: here nobody but the caller needs it.
+        """
+        used = torch.ones(len(self.parameters), dtype=torch.int32)
+        used[list(self.unused)] = 0
+        self.process_group.allreduce([used]).wait()
+        return used
+
+    @_notes_errors
     def _check_reducer_finalized(self) -> None:
         """Raise RuntimeError unless the last backward was reduced to its end. Not collective."""
         if self.expecting:
@@ -105,6 +169,7 @@ class WrapperReducer(Reducer):
                 index for bucket in self.buckets for index in bucket.parameter_indices
             ]
 
+    @_notes_errors
     def _set_static_graph(self) -> None:
         """Count in the first backward how often each hook runs, see static_graph.pyx.
 
@@ -161,3 +226,9 @@ class WrapperReducer(Reducer):
     def set_logger(self, logger: Logger) -> None:
         """Remember the wrapper's logger (weakly). Not collective."""
         self.logger = weakref.ref(logger)
+
+    def note_error(self, error: Exception) -> None:
+        """Let the logging data have an error that is about to be raised. Not collective."""
+        logger = None if self.logger is None else self.logger()
+        if logger is not None:
+            logger.set_error_and_log(str(error))

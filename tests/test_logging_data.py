@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from models import loss_of, mlp
-from replicas import together
+import torch.distributed as dist
+from models import GivenGradients, loss_of, mlp
+from replicas import RANK, together
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -119,3 +120,62 @@ def test_error_and_hook_and_join(gloo):
             assert data["has_error"] == 1
             assert data["error"] == "<class 'KeyError'>: a reason"
             assert data["join_uneven_inputs"] == 1
+
+
+@pytest.mark.mpi(min_size=2)
+class TestErrors:
+    """What is raised is in the logging data, whoever raises it."""
+
+    def check(self, model: DDP, text: str) -> None:
+        data = model._get_ddp_logging_data()
+        assert data["has_error"] == 1
+        assert "iteration" in data
+        assert text in data["error"]
+
+    def test_of_the_wrapper(self) -> None:
+        model = DDP(mlp(3, 2))
+        with together(), pytest.raises(TypeError, match="must be callable"):
+            model.register_comm_hook({}, {})
+        with together():
+            self.check(model, "must be callable")
+
+    def test_of_the_reducer(self) -> None:
+        model = DDP(mlp(3, 2))
+        loss_of(model, torch.ones(2, 3, dtype=torch.float64)).backward()
+        with together(), pytest.raises(RuntimeError, match="before training loop starts"):
+            model._set_static_graph()
+        with together():
+            self.check(model, "before training loop starts")
+
+    def test_of_a_hook_in_backward(self) -> None:
+        model = DDP(GivenGradients(a=torch.zeros(3), b=torch.zeros(3)), static_graph=True)
+        model({"a": torch.ones(3)}).backward()
+        with together(), pytest.raises(RuntimeError, match="graph has changed"):
+            model({"a": torch.ones(3), "b": torch.ones(3)}).backward()
+        with together():
+            self.check(model, "graph has changed")
+        # This rank has not reduced, others may have.
+        expected = r"finished reduction.*\nParameter indices which did not receive grad for rank"
+        with together(), pytest.raises(RuntimeError, match=expected):
+            model({"a": torch.ones(3)})
+        with together():
+            self.check(model, "finished reduction")
+
+    def test_of_missing_gradients(self) -> None:
+        model = DDP(GivenGradients(a=torch.zeros(3), b=torch.zeros(3)))
+        model({"a": torch.ones(3)}).backward()
+        with together(), pytest.raises(RuntimeError) as caught:
+            model({"a": torch.ones(3)})
+        with together():
+            text = str(caught.value)
+            self.check(model, text)
+            assert f"indices which did not receive grad for rank {RANK}: 1\n" in text
+            assert f"Parameters which did not receive grad for rank {RANK}: b\n" in text
+
+    def test_of_functions_that_take_the_logger(self) -> None:
+        model = DDP(mlp(3, 2))
+        sparse = [torch.ones(3).to_sparse()]
+        with together(), pytest.raises(RuntimeError, match="No support for sparse"):
+            dist._compute_bucket_assignment_by_size(sparse, [400], logger=model.logger)
+        with together():
+            self.check(model, "No support for sparse")

@@ -457,3 +457,51 @@ def test_profiler_sees_operations() -> None:
         dist.broadcast(torch.ones(3), 0, async_op=True).wait()
     names = {event.key for event in profile.key_averages()}
     assert {"mpiddp:all_reduce", "mpiddp:broadcast"} <= names
+
+
+class TestShorterCalls:
+    """torch's own Python calls groups with one tensor and single options, as C++ lets it."""
+
+    def group(self) -> dist.ProcessGroup:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    def test_reductions(self) -> None:
+        ranks, last = size() * (size() - 1) / 2, size() - 1
+        tensor = torch.full((2, 3), float(rank()))
+        self.group().allreduce(tensor).wait()
+        assert (tensor == ranks).all()
+        for call in (
+            lambda given: self.group().allreduce(given, dist.ReduceOp.MAX),
+            lambda given: self.group().allreduce([given], op=dist.ReduceOp.MAX),
+            lambda given: self.group().allreduce(given, dist.ReduceOp.MAX, timedelta(seconds=20)),
+        ):
+            tensor = torch.full((2, 3), float(rank()))
+            call(tensor).wait()
+            assert (tensor == last).all()
+        tensor = torch.full((2,), float(rank()))
+        self.group().reduce(tensor, last).wait()
+        assert tensor[0] == (ranks if rank() == last else rank())
+        parts = [torch.full((2,), float(index)) for index in range(size())]
+        self.group().reduce_scatter(tensor, parts).wait()
+        assert tensor.tolist() == [float(rank() * size())] * 2
+
+    def test_movement(self) -> None:
+        last = size() - 1
+        tensor = torch.full((2,), float(rank()))
+        self.group().broadcast(tensor, last).wait()
+        assert tensor.tolist() == [last] * 2
+        own, parts = torch.full((2,), float(rank())), [torch.empty(2) for _ in range(size())]
+        self.group().allgather(parts, own).wait()
+        assert [part[0].item() for part in parts] == list(range(size()))
+        parts = [torch.empty(2) for _ in range(size())] if rank() == last else []
+        self.group().gather(parts, own, last).wait()
+        assert [part[0].item() for part in parts] == list(range(size() if parts else 0))
+        self.group().scatter(tensor, parts, root=last).wait()
+        assert tensor.tolist() == [rank()] * 2
+        self.group().alltoall(
+            [torch.empty(1) for _ in range(size())],
+            [torch.ones(1) for _ in range(size())],
+            timedelta(seconds=20),
+        ).wait()
+        self.group().barrier(timeout=timedelta(seconds=20)).wait()

@@ -379,7 +379,8 @@ class TestGraphThatChanges:
             assert "Expected to have finished reduction" in text
             assert f"'b' of shape (3,), bucket 0, on rank {SIZE - 1}" in text
             assert "static_graph" in text
-        assert len(set(gather(text))) == 1
+        # Apart from the lines on what each rank itself has missed.
+        assert len(set(gather(text[text.index("These parameters") :]))) == 1
         # What was reduced is the mean of what there was.
         with together():
             assert wrapped.module.a.grad.tolist() == [1.0] * 3

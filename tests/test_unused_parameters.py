@@ -407,3 +407,18 @@ class TestError:
         wrapped(ones(model, "ab")).backward()
         with together():
             assert_gradient(model, "a", 1)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_the_reducer_tells_of_used_parameters():
+    """How many ranks used each in the last backward, and whether they are always the same."""
+    model = GivenGradients(**{name: torch.zeros(3) for name in "abc"})
+    wrapped = DDP(model, find_unused_parameters=True)
+    for step in range(4):
+        names = "ab" if step == 3 and RANK == 0 else "a"
+        wrapped(ones(model, names)).backward()
+        used = wrapped.reducer._get_local_used_map()
+        with together():
+            assert used.dtype is torch.int32
+            assert used.tolist() == [SIZE, int(step == 3), 0]
+            assert wrapped.reducer._ddp_graph_static() == (step < 3 or RANK > 0)
