@@ -49,8 +49,8 @@ endif
 .PHONY: help
 help:
 	@echo 'make train    train examples/train.py on $$NP ranks (ARGS="--epochs 1" for its options)'
-	@echo 'make test     run the tests (ARGS="-n 2 tests/test_launch.py" for a part of them)'
-	@echo 'make test-all run the slow tests as well (16 ranks and other long ones)'
+	@echo 'make test     run what matters on 2 and 3 ranks (ARGS="-n 2 tests/test_launch.py": a part)'
+	@echo 'make test-all run all tests on 1 to 4 ranks, and the slow ones (16 ranks and others)'
 	@echo 'make test-gpu build, test and measure on a GPU with the torch of $$PYTHON (10 minutes)'
 	@echo 'make lint     check the code with ruff, mypy and cython-lint'
 	@echo 'make build    compile and install mpiddp into the environment'
@@ -69,7 +69,7 @@ train: $(INSTALLED)
 
 .PHONY: test
 test: $(INSTALLED)
-	$(BIN)/python tests/launch.py $(ARGS)
+	$(BIN)/python tests/launch.py --short $(ARGS)
 
 .PHONY: test-all
 test-all: $(INSTALLED)
@@ -110,7 +110,7 @@ lint: $(INSTALLED)
 	@rm -rf build/mypy && mkdir -p build/mypy/mpiddp
 	@ln -s $(addprefix ../../../,$(wildcard mpiddp/*.py mpiddp/py.typed cython/*.pyi)) build/mypy/mpiddp
 	MYPYPATH=build/mypy $(BIN)/mypy -p mpiddp
-	$(BIN)/mypy --follow-imports=silent tests/launch.py tests/launch_report.py
+	$(BIN)/mypy --follow-imports=silent tests/launch.py tests/launch_progress.py tests/launch_report.py
 
 .PHONY: clean
 clean:
