@@ -49,8 +49,8 @@ endif
 .PHONY: help
 help:
 	@echo 'make train    train examples/train.py on $$NP ranks (ARGS="--epochs 1" for its options)'
-	@echo 'make test     run the tests (ARGS="-n 2 tests/test_launch.py" for a part of them)'
-	@echo 'make test-all run the slow tests as well (16 ranks and other long ones)'
+	@echo 'make test     run what matters on 2 and 3 ranks (ARGS="-n 2 tests/test_launch.py": a part)'
+	@echo 'make test-all run all tests on 1 to 4 ranks, and the slow ones (16 ranks and others)'
 	@echo 'make test-torch  run torch'"'"'s own distributed tests on 3 ranks (ARGS=--quick: those of DDP)'
 	@echo 'make test-gpu build, test and measure on a GPU with the torch of $$PYTHON (10 minutes)'
 	@echo 'make lint     check the code with ruff, mypy and cython-lint'
@@ -70,7 +70,7 @@ train: $(INSTALLED)
 
 .PHONY: test
 test: $(INSTALLED)
-	$(BIN)/python tests/launch.py $(ARGS)
+	$(BIN)/python tests/launch.py --short $(ARGS)
 
 # Results of Gloo lie in build/: another run, of either MPI, need not make them again.
 .PHONY: test-torch
@@ -116,7 +116,8 @@ lint: $(INSTALLED)
 	@rm -rf build/mypy && mkdir -p build/mypy/mpiddp
 	@ln -s $(addprefix ../../../,$(wildcard mpiddp/*.py mpiddp/py.typed cython/*.pyi)) build/mypy/mpiddp
 	MYPYPATH=build/mypy $(BIN)/mypy -p mpiddp
-	$(BIN)/mypy --follow-imports=silent tests/launch.py tests/launch_report.py tests/torch_suite.py
+	$(BIN)/mypy --follow-imports=silent tests/launch.py tests/launch_progress.py \
+		tests/launch_report.py tests/torch_suite.py
 
 .PHONY: clean
 clean:

@@ -116,6 +116,9 @@ class DistributedDataParallel(TorchWrapper):
             ranks construct different models (the error names parameters and ranks).
     """
 
+    # Where users import it from: pickles hold this name, and survive when the file moves.
+    __module__ = "mpiddp"
+
     process_group: ProcessGroup
     _init_sync_buffers: bool
     _transport: str

@@ -51,6 +51,9 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         RuntimeError: a rank did not come within the group's timeout.
     """
 
+    # Where users import it from: pickles hold this name, and survive when the file moves.
+    __module__ = "mpiddp"
+
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised `input`. Collective in training mode."""
         self._check_input_dim(input)

@@ -1,6 +1,9 @@
 """Run the tests: the marked ones under mpirun with 1, 2, 3 and 4 ranks, the others once.
 
-    python tests/launch.py [-n RANKS] [--timeout S] [--job-timeout S] [pytest arguments]
+    python tests/launch.py [-n RANKS] [--short] [--timeout S] [--job-timeout S] [pytest arguments]
+
+With --short (`make test`), and if nothing else chooses tests, it runs what matters on 2 and 3
+ranks.
 
 An exit code proves nothing: a job can lose a rank or skip every test and still exit
 with 0. So every rank reports each test that it finishes (launch_report.py), and those
@@ -20,10 +23,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import launch_progress
 import mpirun
 
 TESTS = Path(__file__).resolve().parent
 SIZES = (1, 2, 3, 4)
+SIZES_OF_SHORT = (2, 3)
 
 # Options of pytest whose value is an argument of its own, and no path.
 OPTIONS_WITH_VALUE = {"-k", "-m", "-p", "-o", "-W", "-r", "--deselect"}
@@ -34,9 +39,10 @@ class RankReport:
     """What one rank wrote about its tests."""
 
     size: int = -1
-    tests: dict[str, int] = field(default_factory=dict)
+    tests: dict[str, list[int]] = field(default_factory=dict)
     outcomes: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     running: str | None = None
     ended: bool = False
@@ -63,6 +69,7 @@ class RankReport:
                     report.failures[test] = report.failures.get(test, "") + text + "\n"
                 case {"event": "done", "test": test, "outcome": outcome, "reason": reason}:
                     report.outcomes[test] = outcome
+                    report.seconds[test] = event["seconds"]
                     report.reasons[test] = reason
                     report.running = None
                 case {"event": "end"}:
@@ -113,7 +120,17 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "-n", dest="sizes", type=sizes, metavar="RANKS", help="numbers of ranks, default 1,2,3,4"
+        "-n",
+        dest="sizes",
+        type=sizes,
+        metavar="RANKS",
+        help="numbers of ranks, default 1,2,3,4, with --short 2,3",
+    )
+    parser.add_argument(
+        "--short", action="store_true", help="what matters on 2 and 3 ranks, unless tests are named"
+    )
+    parser.add_argument(
+        "--measure", action="store_true", help="write what tests took, for estimates"
     )
     parser.add_argument(
         "--timeout", type=float, default=120, help="seconds for one test, default 120"
@@ -132,6 +149,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         else:
             arguments.append(f"{Path(path).resolve()}{separator}{name}")
             given = True
+    if given or options.sizes or {"-k", "-m", "--deselect"} & set(others):
+        options.short = False
     return options, arguments if given else [*arguments, str(TESTS)]
 
 
@@ -183,14 +202,15 @@ def pytest_command(options: argparse.Namespace, directory: Path) -> list[str]:
     return [
         *("-m", "pytest", "-c", str(TESTS.parent / "pyproject.toml")),
         *("-p", "launch_report", f"--launch-report={directory}"),
+        *(["--launch-short"] if options.short else []),
         f"--timeout={options.timeout:g}",
         # Some mpirun give their ranks a terminal, others a pipe.
         f"--color={'yes' if sys.stdout.isatty() else 'no'}",
     ]
 
 
-def collect(options: argparse.Namespace, arguments: list[str]) -> dict[str, int]:
-    """Return all tests that are to run, each with the ranks that it needs (0: no MPI)."""
+def collect(options: argparse.Namespace, arguments: list[str]) -> dict[str, list[int]]:
+    """Return all tests that are to run, each with the fewest and the most ranks (0: no MPI)."""
     with tempfile.TemporaryDirectory(prefix="mpiddp-collect-") as name:
         directory = Path(name)
         command = [sys.executable, *pytest_command(options, directory), "--collect-only", "-q"]
@@ -279,9 +299,16 @@ def show_failures(reports: list[RankReport], directory: Path) -> None:
 
 
 def run_tests(
-    expected: set[str], size: int, options: argparse.Namespace, arguments: list[str]
+    expected: set[str],
+    size: int,
+    options: argparse.Namespace,
+    arguments: list[str],
+    later: float = 0.0,
 ) -> Totals:
-    """Run the expected tests with a number of ranks, with 0 in plain pytest."""
+    """Run the expected tests with a number of ranks, with 0 in plain pytest.
+
+    `later` is how many seconds the runs after this one take.
+    """
     with tempfile.TemporaryDirectory(prefix="mpiddp-tests-", ignore_cleanup_errors=True) as name:
         directory = Path(name)
         command = [*pytest_command(options, directory), f"--launch-ranks={size}"]
@@ -298,7 +325,8 @@ def run_tests(
         title = f"{size} rank{'s' if size > 1 else ''}" if size else "without MPI"
         say(f"=== {title}: {shlex.join(command)}")
         start = time.monotonic()
-        status, _ = run(command, directory, options.job_timeout)
+        with launch_progress.Progress(directory / "rank-0.jsonl", expected, size, later):
+            status, _ = run(command, directory, options.job_timeout)
         seconds = time.monotonic() - start
         reports = [
             RankReport.read(directory / f"rank-{rank}.jsonl") for rank in range(max(size, 1))
@@ -306,6 +334,8 @@ def run_tests(
         totals, problems = judge(expected, reports, size, status)
         if totals.failed:
             show_failures(reports, directory)
+        if options.measure:
+            launch_progress.write_durations(size, reports[0].seconds)
     for problem in problems:
         say(f"{title}: {problem}")
     say(f"=== {title}: {totals} in {seconds:.1f} s")
@@ -319,18 +349,21 @@ def main(argv: list[str]) -> int:
     tests = collect(options, arguments)
     totals = Totals()
 
-    plain = {test for test, needed in tests.items() if needed == 0}
-    if plain:
-        totals += run_tests(plain, 0, options, arguments)
-    sizes = options.sizes or SIZES
+    sizes = options.sizes or (SIZES_OF_SHORT if options.short else SIZES)
+    runs = {0: {test for test, (fewest, _) in tests.items() if fewest == 0}}
     for size in sizes:
-        due = {test for test, needed in tests.items() if 0 < needed <= size}
-        if due:
-            totals += run_tests(due, size, options, arguments)
+        runs[size] = {test for test, (fewest, most) in tests.items() if 0 < fewest <= size <= most}
+    due = [(size, expected) for size, expected in runs.items() if expected]
+    estimate = launch_progress.Estimate()
+    seconds = [estimate.of(expected, size) for size, expected in due]
+    say(f"about {launch_progress.in_words(sum(seconds))} minutes on two cores at rest")
+    for index, (size, expected) in enumerate(due):
+        totals += run_tests(expected, size, options, arguments, sum(seconds[index + 1 :]))
 
-    if too_large := [test for test, needed in tests.items() if needed > max(sizes)]:
+    if too_large := [test for test, (fewest, _) in tests.items() if fewest > max(sizes)]:
         say(f"{len(too_large)} tests need more than {max(sizes)} ranks: {some(too_large)}")
-        if options.sizes is None:  # no number of ranks ever runs them
+        # No number of ranks ever runs them, unless there are fewer for this time.
+        if options.sizes is None and not options.short:
             totals.failed += len(too_large)
     if totals.passed == 0 and totals.failed == 0:
         say("No test was run, or every test was skipped.")

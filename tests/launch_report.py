@@ -10,6 +10,8 @@ says where the process was when it was killed.
 
 import json
 import os
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         metavar="N",
         help="run the tests for N ranks, with 0 those without MPI; default: all, to collect",
+    )
+    group.addoption(
+        "--launch-short",
+        action="store_true",
+        help="leave out what is marked thorough, and simulated GPUs on more than 2 ranks",
     )
 
 
@@ -44,7 +51,8 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Any:
         with (options.launch_report / f"rank-{rank}.out").open("wb") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-    report = Report(options.launch_report / f"rank-{rank}.jsonl", rank, options.launch_ranks)
+    file = options.launch_report / f"rank-{rank}.jsonl"
+    report = Report(file, rank, options.launch_ranks, options.launch_short)
     early_config.pluginmanager.register(report)
     report.write("start", size=size)
     return (yield)
@@ -55,13 +63,22 @@ def ranks_needed(item: pytest.Item) -> int:
     return max((mark.kwargs.get("min_size", 1) for mark in item.iter_markers("mpi")), default=0)
 
 
+def most_ranks(item: pytest.Item, short: bool) -> int:
+    """Return the most ranks to run a test with."""
+    # What is simulated is a GPU, for which it makes no difference how many ranks there are.
+    once = short and item.get_closest_marker("simulated_gpu") is not None
+    return max(2, ranks_needed(item)) if once else sys.maxsize
+
+
 class Report:
     """The report of one process."""
 
-    def __init__(self, path: Path, rank: int, ranks: int | None) -> None:
+    def __init__(self, path: Path, rank: int, ranks: int | None, short: bool = False) -> None:
         self.file = path.open("w", encoding="utf-8")
         self.rank = rank
         self.ranks = ranks
+        self.short = short
+        self.began = 0.0
         self.outcome = ""
         self.reason = ""
         self.status = 0
@@ -80,13 +97,15 @@ class Report:
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
         """Leave out what belongs to another run."""
-        if self.ranks is None:
-            return
         chosen: list[pytest.Item] = []
         others: list[pytest.Item] = []
         for item in items:
             needed = ranks_needed(item)
-            belongs = needed == 0 if self.ranks == 0 else 0 < needed <= self.ranks
+            belongs = not (self.short and item.get_closest_marker("thorough"))
+            if self.ranks == 0:
+                belongs = belongs and needed == 0
+            elif self.ranks is not None:
+                belongs = belongs and 0 < needed <= self.ranks <= most_ranks(item, self.short)
             (chosen if belongs else others).append(item)
         if others:
             config.hook.pytest_deselected(items=others)
@@ -94,7 +113,10 @@ class Report:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Report what is going to run."""
-        tests = {item.nodeid: ranks_needed(item) for item in session.items}
+        tests = {
+            item.nodeid: [ranks_needed(item), most_ranks(item, self.short)]
+            for item in session.items
+        }
         self.write("collected", tests=tests)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -105,6 +127,7 @@ class Report:
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Report which test runs from here on."""
         self.outcome, self.reason = "passed", ""
+        self.began = time.monotonic()
         self.write("running", test=nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -117,7 +140,13 @@ class Report:
             self.outcome = "skipped"
             self.reason = getattr(report, "wasxfail", report.longreprtext)
         if report.when == "teardown":
-            self.write("done", test=report.nodeid, outcome=self.outcome, reason=self.reason)
+            self.write(
+                "done",
+                test=report.nodeid,
+                outcome=self.outcome,
+                reason=self.reason,
+                seconds=round(time.monotonic() - self.began, 3),
+            )
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Any:

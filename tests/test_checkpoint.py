@@ -1,5 +1,8 @@
 """torch.distributed.checkpoint saves and loads wrapped and sharded models, each rank its share."""
 
+import pickle
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+import mpiddp
 from mpiddp import DistributedDataParallel as DDP
 
 pytestmark = pytest.mark.mpi
@@ -162,3 +166,13 @@ def test_sharded_model_on_fewer_ranks(mpi_tmp_path):
             assert torch.equal(part.full_tensor(), expected[name]), name
         dist.destroy_process_group(fewer)
     dist.barrier()
+
+
+def test_pickles_name_what_users_import():
+    """So they survive when a file of mpiddp moves."""
+    wrapped = DDP(nn.Sequential(nn.Linear(2, 2), mpiddp.SyncBatchNorm(2)))
+    pickled = pickle.dumps(wrapped)
+    with together():
+        assert DDP.__module__ == mpiddp.SyncBatchNorm.__module__ == "mpiddp"
+        assert set(re.findall(rb"mpiddp(?:\.\w+)+", pickled)) == set()
+        assert isinstance(pickle.loads(pickled), DDP)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import launch
+import launch_progress
 import pytest
 
 HEADER = """\
@@ -261,3 +262,72 @@ class TestParse:
         with pytest.raises(SystemExit):
             launch.parse(["-n", sizes])
         assert "-n" in capsys.readouterr().err
+
+    def test_short_unless_something_else_chooses(self):
+        assert launch.parse(["--short"])[0].short
+        assert launch.parse(["--short", "-x"])[0].short
+        for chosen in (["-n", "2"], ["-k", "x"], ["-m", "mpi"], [__file__]):
+            assert not launch.parse(["--short", *chosen])[0].short
+
+
+@pytest.mark.once
+def test_short_leaves_out_what_is_thorough_and_larger_simulations(tmp_path):
+    file = tmp_path / "test_generated.py"
+    file.write_text(
+        HEADER
+        + """
+@pytest.mark.thorough
+def test_thorough():
+    pass
+
+@mpi
+def test_ranks():
+    pass
+
+@mpi
+@pytest.mark.simulated_gpu
+def test_gpu():
+    pass
+"""
+    )
+    options, _ = launch.parse(["--short"])
+    command = [sys.executable, *launch.pytest_command(options, tmp_path), "--collect-only", file]
+    subprocess.run(command, cwd=launch.TESTS, check=True, timeout=100)
+    tests = launch.RankReport.read(tmp_path / "rank-0.jsonl").tests
+    bounds = {test.partition("::")[2]: sizes for test, sizes in tests.items()}
+    assert bounds == {"test_ranks": [1, sys.maxsize], "test_gpu": [1, 2]}
+
+
+@pytest.mark.once
+class TestProgress:
+    @pytest.fixture(autouse=True)
+    def _durations(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(launch_progress, "DURATIONS", tmp_path / "durations.json")
+        launch_progress.write_durations(
+            2, {"a/test_x.py::one": 10.0, "a/test_x.py::two": 30.0, "test_y.py::one": 60.0}
+        )
+
+    def test_estimate_is_by_file_wherever_it_lies(self):
+        estimate = launch_progress.Estimate()
+        assert estimate.of(["b/test_x.py::one", "test_y.py::one"], 2) == 20.0 + 60.0
+        assert estimate.of(["test_new.py::one"], 2) == launch_progress.UNKNOWN
+
+    def test_line_says_what_runs_and_how_much_is_left(self, tmp_path):
+        report = tmp_path / "rank-0.jsonl"
+        tests = {"test_x.py::one", "test_x.py::two", "test_y.py::one"}
+        progress = launch_progress.Progress(report, tests, 2, later=100.0)
+        assert progress.line() == "[2 ranks: 0 of 3 tests, about 3:20 left in all; now starting]"
+        report.write_text(
+            '{"event": "done", "test": "test_x.py::one"}\n'
+            '{"event": "running", "test": "test_y.py::one"}\n{"event": "do'
+        )
+        expected = "[2 ranks: 1 of 3 tests, about 3:00 left in all; now test_y.py::one]"
+        assert progress.line() == expected
+
+    def test_a_machine_that_is_slower_needs_longer(self, tmp_path, monkeypatch):
+        report = tmp_path / "rank-0.jsonl"
+        report.write_text('{"event": "done", "test": "test_y.py::one"}\n')
+        progress = launch_progress.Progress(report, {"test_x.py::one", "test_y.py::one"}, 2, 0.0)
+        now = time.monotonic() + 120.0
+        monkeypatch.setattr(time, "monotonic", lambda: now)
+        assert "about 0:40 left" in progress.line()  # twice what it was
