@@ -30,8 +30,7 @@ def _complete(found: griffe.Function | griffe.Class) -> None:
     path = found.filepath
     if found.docstring is not None or not isinstance(path, Path) or path.suffix != ".pyi":
         return
-    # The stub is a link to where the source lies.
-    source = path.resolve().with_suffix(".pyx").read_text(encoding="utf-8")
+    source = path.with_suffix(".pyx").read_text(encoding="utf-8")
     head = rf"^ *(?:cp?def |cdef class |class |def )[^\n]*\b{re.escape(found.name)}\b[^\"#]*?:\n"
     written = re.search(head + r'\s*"""(.*?)"""', source, re.M | re.S)
     if written is not None:

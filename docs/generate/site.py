@@ -47,13 +47,17 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Link the Python files and the stubs of compiled modules into one package, as installed."""
+    """Put the sources and the stubs of compiled modules into one package, as installed.
+
+    Copies, not links: griffe follows a link to `__init__.py` and then sees one half only.
+    """
     shutil.rmtree(SOURCES, ignore_errors=True)
-    for folder, suffix in (("mpiddp", ".py"), ("cython", ".pyi")):
-        for path in (ROOT / folder).rglob(f"*{suffix}"):
-            link = SOURCES / path.relative_to(ROOT / folder)
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(path)
+    for folder, suffixes in (("mpiddp", {".py"}), ("cython", {".pyi", ".pyx"})):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in suffixes:
+                copy = SOURCES / path.relative_to(ROOT / folder)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
     return config
 
 
