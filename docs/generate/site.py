@@ -72,4 +72,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put the generated parts where the page asks for them."""
-    return MARK.sub(lambda mark: PARTS[mark[1]](), markdown)
+    return MARK.sub(lambda mark: _keep_together(PARTS[mark[1]]()), markdown)
+
+
+def _keep_together(part: str) -> str:
+    """Return `part` with no line break inside of a spread such as "(0.13 to 0.38)"."""
+    return re.sub(r"\(-?\d[^()|\n]*\)", lambda spread: spread[0].replace(" ", "&nbsp;"), part)
