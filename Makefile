@@ -21,6 +21,7 @@ CREATED := $(VENV)/.created
 REQUIREMENTS := $(VENV)/.requirements
 INSTALLED := $(VENV)/.installed
 PLOTTING := $(VENV)/.plotting
+DOCUMENTING := $(VENV)/.documenting
 
 # The folders are listed for files that are removed from them.
 SOURCES := setup.py pyproject.toml cython mpiddp \
@@ -54,6 +55,7 @@ help:
 	@echo 'make test-torch  run torch'"'"'s own distributed tests on 3 ranks (ARGS=--quick: those of DDP)'
 	@echo 'make test-gpu build, test and measure on a GPU with the torch of $$PYTHON (10 minutes)'
 	@echo 'make lint     check the code with ruff, mypy and cython-lint'
+	@echo 'make docs     build the documentation into build/docs'
 	@echo 'make build    compile and install mpiddp into the environment'
 	@echo 'make bench    measure beside the alternatives (about 10 minutes, on a machine at rest)'
 	@echo 'make bench-quick  the same in 4 minutes; bench-16: 16 ranks; bench-hosts: between hosts'
@@ -119,6 +121,13 @@ lint: $(INSTALLED)
 	$(BIN)/mypy --follow-imports=silent tests/launch.py tests/launch_progress.py \
 		tests/launch_report.py tests/torch_suite.py
 
+# Fails at a warning: a link that leads nowhere, a page that is in no menu. The variable is of the
+# theme, which else says at each build what comes after it.
+.PHONY: docs
+docs: $(DOCUMENTING)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo 'The documentation is in build/docs/index.html'
+
 .PHONY: clean
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis tests/.hypothesis
@@ -181,3 +190,9 @@ $(INSTALLED): $(REQUIREMENTS) $(SOURCES)
 # Only what is drawn needs it, so nothing else waits for it or fails without it.
 $(PLOTTING): $(INSTALLED)
 	@$(PIP) install -c constraints.txt matplotlib && touch $@ || echo 'Going on without plots'
+
+# mkdocs reads the sources of mpiddp and imports none: it needs no compiler and no MPI.
+$(DOCUMENTING): constraints.txt $(CREATED)
+	@echo 'Installing MkDocs into $(VENV)'
+	@$(PIP) install -c constraints.txt mkdocs-material 'mkdocstrings[python]'
+	@touch $@

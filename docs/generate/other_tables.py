@@ -1,0 +1,75 @@
+"""The tables of one bucket, of memory and of what a start takes, made of benchmarks/results/."""
+
+from __future__ import annotations
+
+import statistics
+
+from benchmark_results import MPIS, describe, load, markdown, show_bytes
+from measuring import Record, Samples, ratio, show_ratio
+from names import GLOO, LIMIT_IN_PLACE, OURS
+
+
+def sources() -> str:
+    """Return what the figures depend on."""
+    return "".join(f"- {describe(load(name), name)}\n" for name in MPIS)
+
+
+def one_bucket() -> str:
+    """Return the mean of one full bucket, beside the MPI's own all-reduce."""
+    head = ["", "bucket", f"{OURS}, ms", "over the best all-reduce of the MPI", "over the limit"]
+    return markdown([head, *(_bucket_row(mpi, record) for mpi, record in _records("one_bucket"))])
+
+
+def _records(part: str) -> list[tuple[str, Record]]:
+    return [(mpi, record) for name, mpi in MPIS.items() for record in load(name).get(part, ())]
+
+
+def _bucket_row(mpi: str, record: Record) -> list[str]:
+    seconds = record["seconds"]
+    calls = [name for name in seconds if "llreduce" in name]
+    best = min(calls, key=lambda name: statistics.median(seconds[name]))
+    return [
+        f"{mpi}, {record['ranks']} ranks",
+        show_bytes(record["bytes"]),
+        _milliseconds(seconds[OURS]),
+        f"{show_ratio(ratio(seconds[OURS], seconds[best]))}, {best}",
+        show_ratio(ratio(seconds[OURS], seconds[LIMIT_IN_PLACE])),
+    ]
+
+
+def memory() -> str:
+    """Return the memory that a rank takes beside its parameters."""
+    rows = [["", "", "views", "gradients, MB", "after 5 steps", "after 45 steps"]]
+    rows += [
+        [
+            f"{mpi}, {record['ranks']} ranks",
+            record["candidate"],
+            "on" if record["views"] else "off",
+            f"{record['bytes'] / 1e6:.0f}",
+            f"{record['soon']:.2f}",
+            f"{record['later']:.2f}",
+        ]
+        for mpi, record in _records("memory")
+    ]
+    return markdown(rows)
+
+
+def construction() -> str:
+    """Return what a start and the construction of a model take."""
+    rows = [["", "", f"{OURS}, ms", f"{GLOO}, ms", "mpiddp over Gloo (90 %)"]]
+    rows += [
+        [
+            f"{mpi}, {record['ranks']} ranks",
+            what,
+            _milliseconds(seconds[OURS]),
+            _milliseconds(seconds[GLOO]),
+            show_ratio(ratio(seconds[OURS], seconds[GLOO])),
+        ]
+        for mpi, record in _records("construction")
+        for what, seconds in record["seconds"].items()
+    ]
+    return markdown(rows)
+
+
+def _milliseconds(seconds: Samples) -> str:
+    return f"{1e3 * statistics.median(seconds):.3g}"

@@ -1,0 +1,154 @@
+"""The tables of training steps, made of benchmarks/results/*.json; and the table of README.md.
+
+python docs/generate/step_tables.py      # README.md's table
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+
+from benchmark_results import (
+    MPIS,
+    ROOT,
+    alone,
+    candidates,
+    describe,
+    load,
+    markdown,
+    milliseconds,
+)
+from measuring import Record, Samples, exposed, ratio, show_ratio
+from names import FLATTENED, GLOO, LIMIT_ALONE, NAMES, ONE_EACH, OUR_BACKEND, OURS, OURS_MPI
+
+Spread = tuple[float, float, float] | None
+
+# What the table of a step shows beside mpiddp, in this order.
+BESIDE = (OURS_MPI, GLOO, OUR_BACKEND, FLATTENED, ONE_EACH, LIMIT_ALONE)
+
+# README.md's six lines: where mpiddp gains, and where it loses. Model, nodes, ranks, Gbit/s.
+README_LINES = (
+    ("8 x Linear(1024)", 1, 2, None),
+    ("transformer", 1, 2, None),
+    ("200 x Linear(64)", 1, 4, None),
+    ("64 x Linear(512)", 2, 4, 1.0),
+    ("64 x Linear(512)", 4, 4, 2.0),
+    ("64 x Linear(512)", 2, 4, 10.0),
+)
+
+
+def one_machine() -> str:
+    """Return what averaging adds to a step on one machine: a table for each MPI and setting."""
+    parts = []
+    for name, mpi in MPIS.items():
+        results = load(name)
+        for ranks in sorted({record["ranks"] for record in results["exposed"]}):
+            records = [record for record in results["exposed"] if record["ranks"] == ranks]
+            rounds = [len(each["alone"]) for record in records for each in record["records"]]
+            plot = ROOT / "benchmarks" / "results" / f"exposed-{ranks}-ranks.svg"
+            for views in (True, False):
+                rows = _exposed_rows(records, views)
+                if len(rows) < 2:
+                    continue
+                parts.append(
+                    f"## {mpi}, {ranks} ranks, views {'on' if views else 'off'}\n\n"
+                    f"{describe(results, name)} {min(rounds)} to {max(rounds)} rounds.\n\n"
+                )
+                if views and name == "openmpi" and plot.exists():
+                    parts.append(f"![exposed time in units of Gloo's]({plot.name})\n\n")
+                parts.append(f"{markdown(rows)}\n\n")
+    return "".join(parts)
+
+
+def _exposed_rows(records: Iterable[Record], views: bool) -> list[list[str]]:
+    rows = []
+    shown: list[str] = []
+    for record in records:
+        measured = candidates(record, views)
+        if OURS not in measured:
+            continue
+        shown = shown or [name for name in BESIDE if name in measured]
+        ours = exposed(measured[OURS])
+        cells = [_exposed_cell(measured[name], ours) for name in shown]
+        rows.append(
+            [record["model"], milliseconds(alone(record)), f"**{milliseconds(ours)}**", *cells]
+        )
+    return [["model", "step alone", OURS, *shown], *rows]
+
+
+def _exposed_cell(record: Record, ours: Samples) -> str:
+    theirs = exposed(record)
+    value = ratio(ours, theirs)
+    share = "in the noise"
+    if value is not None and value[0] > 0:
+        share = "{:.2f}, {:.2f} to {:.2f}".format(*value)
+    return f"{milliseconds(theirs)} ({share})"
+
+
+def between_hosts() -> str:
+    """Return steps between hosts over their bound: a table for each MPI."""
+    parts = []
+    for name, mpi in MPIS.items():
+        results = load(name)
+        found = {each for record in results["between_hosts"] for each in candidates(record, True)}
+        names = [each for each in NAMES if each in found]
+        rows = [["hosts x ranks", "Gbit/s", "model", "compute, ms", "wire, ms", *names]]
+        behind = 0
+        for record in results["between_hosts"]:
+            measured = candidates(record, True)
+            bounds = {each: _over_bound(record, measured[each]) for each in measured}
+            ours, gloo = bounds[OURS], bounds[GLOO]
+            behind += ours is not None and gloo is not None and ours[0] > gloo[0]
+            rows.append(
+                [
+                    f"{record['nodes']} x {record['ranks'] // record['nodes']}",
+                    f"{record['gigabits']:g}",
+                    record["model"],
+                    milliseconds(alone(record)),
+                    milliseconds([_wire_seconds(record)]),
+                    *(show_ratio(bounds[each]) if each in bounds else "" for each in names),
+                ]
+            )
+        parts.append(
+            f"## {mpi}\n\n{describe(results, name)} In {behind} of {len(rows) - 1} rows mpiddp is "
+            f"slower than Gloo.\n\n{markdown(rows)}\n\n"
+        )
+    return "".join(parts)
+
+
+def _wire_seconds(record: Record) -> float:
+    """Return how long a host's link needs for what it must send, without headers."""
+    nodes: int = record["nodes"]
+    return float(2 * (nodes - 1) / nodes * record["bytes"] * 8 / (record["gigabits"] * 1e9))
+
+
+def _over_bound(record: Record, measured: Record) -> Spread:
+    """Return a step over the larger of its compute and its wire time, and the spread."""
+    wire = _wire_seconds(record)
+    return ratio(measured["synchronised"], [max(each, wire) for each in measured["alone"]])
+
+
+def readme() -> str:
+    """Return README.md's table: whole steps, where mpiddp gains and where it loses."""
+    results = load("openmpi")
+    rows = [["model", "ranks", "step alone", "mpiddp", "DDP on Gloo", "mpiddp over Gloo (90 %)"]]
+    for line in README_LINES:
+        _, nodes, ranks, rate = line
+        (record,) = (
+            each
+            for each in results["exposed" if rate is None else "between_hosts"]
+            if (each["model"], each["nodes"], each["ranks"], each.get("gigabits")) == line
+        )
+        measured = candidates(record, True)
+        ours, theirs = measured[OURS]["synchronised"], measured[GLOO]["synchronised"]
+        where = f"{ranks} on one host"
+        if rate is not None:
+            where = f"{nodes} hosts x {ranks // nodes}, {rate:g} Gbit/s"
+        seconds = (alone(record), ours, theirs)
+        times = [f"{1e3 * statistics.median(each):.0f} ms" for each in seconds]
+        rows.append([record["model"], where, *times, show_ratio(ratio(ours, theirs))])
+    return markdown(rows)
+
+
+if __name__ == "__main__":
+    print(readme())
