@@ -21,7 +21,7 @@ from libc.string cimport memset
 
 from mpi4py.libmpi cimport MPI_Comm
 
-from mpiddp.chunk_sums cimport set_up, start_sum, test_sum
+from mpiddp.chunk_sums cimport CHUNK_NONE, set_up, start_sum, test_sum
 from mpiddp.engine cimport MAX_SLOTS, Transport, Work
 from mpiddp.errors cimport check_errno
 from mpiddp.memory import allocate_private
@@ -90,7 +90,7 @@ cdef class IallreduceTransport:
     def __dealloc__(self):
         cdef size_t slot
         for slot in range(self.state.transport.slots):
-            if self.state.requests[slot] != MPI_REQUEST_NULL:
+            if self.state.sums.slots[slot].phase != CHUNK_NONE:
                 return      # MPI still writes there
         free(self.memory)
 

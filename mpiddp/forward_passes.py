@@ -11,17 +11,15 @@ with the gradients (Note [A number in flags] in bucket.pyx) is the number of *lo
 those that would have been reduced, in training mode, outside of no_grad and no_sync, and raised or
 had no output that a backward came to before the next reduction's last bucket was full.
 
-A difference is no proof that something is wrong. Right programs do so as well: one rank prints a
-sample without no_grad, tries a batch again in halves after it ran out of memory, or draws another
-batch after a loss of NaN. To the reducer they look like the faulty ones, until data run out. So the
-ranks look at what counts: averaging gradients is right if they were taken at the same parameters.
-If these differ, all ranks raise. If not, all ranks warn, once; with warnings as errors, or with
-TORCH_DISTRIBUTED_DEBUG=DETAIL, they raise. As lost passes are counted from the beginning, a
-difference stays: parameters that drift apart later, by a learning rate that is a step ahead, are
-found too, because ranks look again after 2, 4, 8 ... reductions, which costs next to nothing.
+A difference is an error on all ranks. Some programs that do so would go on well for a while: one
+rank prints a sample without no_grad, or draws another batch after a loss of NaN. To the reducer
+they look like the faulty ones, and the ranks come apart at the latest when data run out. So they
+are refused too, and told how to do it right. The error says whether the parameters are still the same
+on all ranks, because then the mean is one. All ranks raise in the same backward and count from
+there anew, so a program that catches the error on all ranks may go on.
 The parameters are compared bit by bit. With a communication hook in Python they may differ by
-intent (post-localSGD), and are not. While some rank has joined (`join`) nothing is compared: its
-parameters stay behind, and the forward passes of the others are collective.
+intent (post-localSGD), and are not compared. While some rank has joined (`join`) nothing is
+compared: its parameters stay behind, and the forward passes of the others are collective.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from mpiddp.calls import ranks_in_words
 from mpiddp.compilation import run_as_it_is
@@ -74,7 +71,6 @@ class ForwardPasses:
         self.lost = 0  # without a backward, up to the last reduction
         self.unreached = 0  # since then, until now
         self.reductions = 0
-        self.differences = 0  # reductions in which the ranks had lost different numbers
         self._current: _Pass | None = None
 
     def begin(self) -> None:
@@ -106,48 +102,40 @@ class ForwardPasses:
 
 
 def report(reducer: WrapperReducer) -> None:
-    """Warn of ranks that have lost more forward passes than others, or raise.
+    """Raise because ranks have lost different numbers of forward passes; count from here anew.
 
-    Collective: all ranks know from the reduced flags that some have. See Note [Out of step].
+    Collective: all ranks know it from the reduced flags. See Note [Out of step].
 
     Raises:
-        RuntimeError: the ranks' parameters differ, or TORCH_DISTRIBUTED_DEBUG is DETAIL.
+        RuntimeError: always.
     """
     passes, group = reducer.passes, reducer.process_group
-    passes.differences += 1
-    if passes.differences & (passes.differences - 1):
-        return
     # With a hook in Python the parameters may differ, so nobody needs to know.
-    digest = b"" if reducer.python_hook is not None else _digest(reducer.parameters)
+    compared = reducer.python_hook is None
+    digest = _digest(reducer.parameters) if compared else b""
     everyone = group.allgather_objects((passes.lost, passes.begun, digest))
-    found = (
-        f"rank {group.rank()}: the ranks are out of step. Forward passes without a backward: "
-        f"{_losses(group.world_ranks, [(lost, begun) for lost, begun, _ in everyone])}."
-    )
+    passes.lost = 0
     others = [rank for rank, (_, _, theirs) in enumerate(everyone) if theirs != everyone[0][2]]
-    rule = (
-        "A rank that leaves a step out (it catches an exception of forward, or does not call "
-        "backward) meets the others a step later from then on: leave a step out on all ranks or on "
-        "none"
-    )
     if others:
-        raise RuntimeError(
-            f"{found} The parameters of {ranks_in_words(group.world_ranks, others)} differ from "
-            f"those of rank 0, so gradients of different iterations have been averaged in this "
-            f"backward. {rule}, and the optimizer's step as well."
+        parameters = (
+            f"The parameters of {ranks_in_words(group.world_ranks, others)} differ from those of "
+            f"rank {group.world_ranks[0]}: gradients of different iterations have been averaged. "
         )
-    advice = (
-        f"{rule}. If such a forward pass is meant, run it under torch.no_grad() or by the module "
-        f"itself, model.module."
+    elif compared:
+        parameters = (
+            "The parameters are still the same on all ranks, but in the end some ranks would wait "
+            "for a backward that does not come. "
+        )
+    else:
+        parameters = ""
+    raise RuntimeError(
+        f"rank {group.rank()}: the ranks are out of step. Forward passes without a backward: "
+        f"{_losses(group.world_ranks, [(lost, begun) for lost, begun, _ in everyone])}. "
+        f"{parameters}A rank that leaves a step out (it catches an exception of forward, or does "
+        f"not call backward) meets the others a step later from then on: leave a step out on all "
+        f"ranks or on none, the optimizer's step as well. A forward pass that wants no backward "
+        f"is run under torch.no_grad(), or by the module itself, model.module."
     )
-    if get_debug_level() == DebugLevel.DETAIL:
-        raise RuntimeError(f"{found} {advice}")
-    if passes.differences == 1:
-        warnings.warn(
-            f"{found} The means are right as long as the parameters are the same on all ranks, but "
-            f"at the end ranks may wait for a backward that does not come. {advice}",
-            stacklevel=2,
-        )
 
 
 def warn_of_higher_orders() -> None:
