@@ -20,7 +20,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _rank_not_in_group
 from torch.nn.parallel.distributed import _find_tensors
 
-from mpiddp import argument_checks, comm_hooks, joined, optimizer_in_backward, verification
+from mpiddp import (
+    argument_checks,
+    comm_hooks,
+    distributed_autograd,
+    joined,
+    optimizer_in_backward,
+    verification,
+)
 from mpiddp.bucket_assignment import BucketAssignment
 from mpiddp.communicator_group import group_of, is_communicator
 from mpiddp.compilation import run_as_it_is
@@ -502,8 +509,13 @@ class DistributedDataParallel(TorchWrapper):
     def _post_forward(self, output: Any) -> Any:
         """See where backward will begin. Not collective. Overrides torch's method."""
         output = super()._post_forward(output)
-        if self.static_graph and torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self.reducer.watch(list(_find_tensors(output)))
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            if self.static_graph:
+                self.reducer.watch(list(_find_tensors(output)))
+            if distributed_autograd.may_be_used():
+                distributed_autograd.watch(
+                    _find_tensors(output), self.reducer.parameters, self.process_group.rank()
+                )
         return output
 
 
