@@ -24,9 +24,7 @@ def may_be_used() -> bool:
     return rpc.is_available() and rpc._is_current_rpc_agent_set()
 
 
-def watch(
-    outputs: Iterable[torch.Tensor], parameters: Sequence[torch.Tensor], rank: int
-) -> None:
+def watch(outputs: Iterable[torch.Tensor], parameters: Sequence[torch.Tensor], rank: int) -> None:
     """Have distributed backward passes that begin at `outputs` raise. Not collective.
 
     Args:

@@ -120,9 +120,8 @@ def _train(wrapped: DDP, change, *, accumulate: bool = False, unused: bool = Fal
     for step in range(2 * STEPS):
         batch = torch.randn(2 * SIZE, 3, 4, 4)
         with_unused = not unused or (step % 2 == 0 and step % 3 == 0)
-        kept = {
-            name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()
-        }
+        kept = {name: p.grad for name, p in module.named_parameters()}
+        kept = {name: None if g is None else g.clone() for name, g in kept.items()}
         way = step % 3  # drop gradients, zero them in place, or add to them
         wrapped.zero_grad(set_to_none=way == 0) if way < 2 else None
         expected = mean_of_ranks(
@@ -407,7 +406,7 @@ def test_changed_while_it_is_averaged(change, option, views, in_python):
     wrapped.zero_grad()
     loss = wrapped(_ramp(module))
     if views and change != "dropped":
-        with together(), pytest.raises(RuntimeError, match=r"rank \d+: the gradient of .* replaced"):
+        with together(), pytest.raises(RuntimeError, match=r"the gradient of .* was replaced"):
             loss.backward()
         return
     loss.backward()
