@@ -120,8 +120,8 @@ cdef bint is_at(tensor, view) except -1:
 cdef bint overlaps(tensor, view) except -1:
     """Whether a tensor may have memory in common with `view`, which is dense."""
     cdef size_t start = view.data_ptr(), end = start + view.nbytes, other
-    if tensor.data_ptr() == 0:
-        return False        # zeros that torch has not written out
+    if tensor.layout is not torch.strided or tensor.data_ptr() == 0:
+        return False        # 0: zeros that torch has not written out
     storage = tensor.untyped_storage()
     other = storage.data_ptr()
     return other < end and start < other + <size_t>storage.nbytes()

@@ -90,6 +90,7 @@ cdef class Reducer:
     cdef int launch_full_buckets(self) except -1
     cdef int copy_out(self, Py_ssize_t index) except -1
     cdef int check_view(self, Py_ssize_t index) except -1
+    cdef int move_strangers_out(self) except -1
     cdef int wait_for(self, Bucket bucket) except -1
     cpdef int set_divisor(self, double divisor) except -1
     cdef _after_reduction(self)

@@ -41,7 +41,7 @@ import weakref
 import torch
 from torch.autograd import Variable
 
-from mpiddp.bucket cimport INCOMPLETE, JOINED, MISSED, Bucket
+from mpiddp.bucket cimport INCOMPLETE, JOINED, MISSED, Bucket, overlaps
 from mpiddp.device_bucket cimport DeviceBucket
 from mpiddp.engine cimport WAIT_TIMED_OUT, work_is_done
 from mpiddp.forks cimport is_child
@@ -58,7 +58,7 @@ from mpiddp.forks import check as check_process
 from mpiddp.python_hook import wait_for_all
 from mpiddp.verification import (
     raise_no_view, raise_other_kind, raise_timed_out, raise_unfinished, raise_used_again,
-    refuse_shared_views,
+    refuse_shared_views, verify_unchanged,
 )
 
 _queue_callback = Variable._execution_engine.queue_callback
@@ -211,6 +211,8 @@ cdef class Reducer:
         """Make the buckets of `assignment`, a list of lists of parameter indices."""
         cdef Bucket bucket
         cdef Py_ssize_t index
+        if self.buckets is not None:
+            verify_unchanged(self)
         old_views = views_by_parameter(self.buckets) if self.gradient_as_bucket_view else {}
         self.buckets = make_buckets(self, assignment)
         self.counting = -1
@@ -357,6 +359,8 @@ cdef class Reducer:
             if _is_grad_enabled():
                 forward_passes.warn_of_higher_orders()
             if self.ready == 0:
+                if self.gradient_as_bucket_view:
+                    self.move_strangers_out()
                 for index in self.never_used:
                     self.take(index, self.parameters[index], self.parameters[index].grad, False)
                 self.launch_full_buckets()
@@ -532,6 +536,26 @@ cdef class Reducer:
             parameter.grad = bucket.tensor_at(state.position)
         elif not bucket.flags_only:     # hooks in Python may step optimizers and drop gradients
             raise_no_view(self.process_group, self.describe_parameter(index))
+        return 0
+
+    cdef int move_strangers_out(self) except -1:
+        """Give gradients memory of their own that lie where other gradients have their place."""
+        cdef Py_ssize_t index
+        cdef Bucket bucket
+        cdef ParameterState *state
+        for index in range(len(self.parameters)):
+            state = &self.states[index]
+            parameter = self.parameters[index]
+            bucket = <Bucket>self.buckets[state.bucket]
+            if not has_gradient(parameter) or bucket.sparse or is_in_place(
+                &state.place, bucket, state.position, parameter
+            ):
+                continue
+            gradient = parameter.grad
+            for bucket in self.buckets:
+                if not bucket.sparse and overlaps(gradient, bucket.gradients):
+                    parameter.grad = gradient.clone()
+                    break
         return 0
 
     def _find_moved_views(self):

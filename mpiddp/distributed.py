@@ -27,6 +27,7 @@ from torch.nn.parallel.distributed import (
 from mpiddp import (
     argument_checks,
     comm_hooks,
+    distributed_autograd,
     forks,
     joined,
     optimizer_in_backward,
@@ -579,6 +580,10 @@ class DistributedDataParallel(TorchWrapper):
             self.reducer.passes.end(outputs)
             if self.static_graph:
                 self.reducer.watch(outputs)
+            if distributed_autograd.may_be_used():
+                distributed_autograd.watch(
+                    outputs, self.reducer.parameters, self.process_group.rank()
+                )
         return output
 
     def _is_reduced(self) -> bool:

@@ -83,6 +83,26 @@ def verify_equal_models(
     )
 
 
+def verify_unchanged(reducer: Reducer) -> None:
+    """Raise on all ranks if parameters are not alike any more where buckets are laid out again.
+
+    Collective.
+
+    Raises:
+        RuntimeError: it names the first parameters that differ, and their ranks.
+    """
+    verify_equal_models(
+        reducer.process_group,
+        describe_tensors(
+            {
+                reducer.describe_parameter(index): parameter
+                for index, parameter in enumerate(reducer.parameters)
+            }
+        ),
+        "have changed parameters in different ways since the module was wrapped",
+    )
+
+
 def _differences(everyone: Sequence[Sequence[tuple[str, str]]]) -> list[str]:
     """Name what differs from rank 0, with the ranks on which it does."""
     reference = dict(everyone[0])

@@ -62,8 +62,7 @@ def _mean(module, factors):
     """Return what the gradients should be, with the factor of each rank."""
     own = [_coefficients(module, rank) for rank in range(SIZE)]
     return {
-        name: sum(factors[rank] * own[rank][name] for rank in range(SIZE)) / SIZE
-        for name in own[0]
+        name: sum(factors[rank] * own[rank][name] for rank in range(SIZE)) / SIZE for name in own[0]
     }
 
 
