@@ -7,6 +7,7 @@ rank failed.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import time
@@ -216,17 +217,37 @@ def _end_unless_all_fail(communicator: MPI.Intracomm, error: BaseException) -> N
 
     if communicator.Get_size() == 1:
         return
-    try:
-        if isinstance(error, Exception):  # not Ctrl-C
-            request = communicator.Ibarrier()
-            deadline = time.monotonic() + _PATIENCE
-            while time.monotonic() < deadline:
-                if request.Test():
-                    return
-                time.sleep(_NAP)
-    except MPI.Exception:
-        pass
+    with contextlib.suppress(MPI.Exception):
+        if isinstance(error, Exception) and _all_are_here(communicator):  # not Ctrl-C
+            return
     uncaught.end_job(error)
+
+
+def _all_are_here(communicator: MPI.Intracomm) -> bool:
+    """Return whether all ranks call this within some seconds. Collective if they do.
+
+    By messages: the others may be in a collective, whose messages Open MPI takes for a barrier's.
+    """
+    from mpi4py import MPI
+
+    nothing = [bytearray(), MPI.BYTE]
+    others = range(1, communicator.Get_size()) if communicator.Get_rank() == 0 else [0]
+    deadline = time.monotonic() + _PATIENCE
+
+    def ended(requests: list[MPI.Request]) -> bool:
+        while not MPI.Request.Testall(requests):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_NAP)
+        return True
+
+    def send() -> bool:
+        return ended([communicator.Isend(nothing, rank) for rank in others])
+
+    def receive() -> bool:
+        return ended([communicator.Irecv(nothing, rank) for rank in others])
+
+    return receive() and send() if communicator.Get_rank() == 0 else send() and receive()
 
 
 def is_starting() -> bool:

@@ -171,7 +171,11 @@ def test_traceback_on_stdout_where_stderr_takes_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["SIGTERM", "words"])
 def test_other_ends_with_output_that_blocks(tmp_path: Path, ending: str) -> None:
-    end = "signal.raise_signal(15); time.sleep(100)" if ending == "SIGTERM" else "sys.exit('last words')"
+    end = (
+        "signal.raise_signal(15); time.sleep(100)"
+        if ending == "SIGTERM"
+        else "sys.exit('last words')"
+    )
     job = run(
         tmp_path,
         INIT
@@ -431,7 +435,7 @@ def test_exception_in_the_start(tmp_path: Path, start: str, runner: bool) -> Non
 if "1" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
     note_the_time()
     {STARTS[start]}
-mpiddp.init_process_group()
+dist.init_process_group("mpiddp")
 print("still here")
 dist.barrier()
 """,
@@ -455,7 +459,7 @@ if "1" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
     except TypeError:
         print("still here")
         time.sleep(100)
-mpiddp.init_process_group()
+dist.init_process_group("mpiddp")
 dist.barrier()
 """,
         runner,
