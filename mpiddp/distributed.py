@@ -122,6 +122,8 @@ class DistributedDataParallel(TorchWrapper):
 
     process_group: ProcessGroup
     _init_sync_buffers: bool
+    # torch's configuration; None where there is none, or a GPU.
+    _precision_on_cpu: Any
     _transport: str
     _default_bucket_sizes: bool
     logger: Logger

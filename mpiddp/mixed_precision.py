@@ -94,7 +94,8 @@ class NarrowParameters:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         for parameter in parameters:
             if dtype is not None and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._widen_with_gradient)
+                hook = self._widen_with_gradient
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def narrow(self) -> None:
         """Give all parameters their data in the other dtype."""
@@ -118,7 +119,7 @@ class NarrowParameters:
     def _widen_with_gradient(self, parameter: torch.Tensor) -> None:
         if not self._ending:
             self._ending = True
-            Variable._execution_engine.queue_callback(self._end_of_backward)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._end_of_backward)
         _widen(parameter)
         if parameter.grad is not None and parameter.grad.dtype is not parameter.dtype:
             parameter.grad = parameter.grad.to(parameter.dtype)

@@ -219,8 +219,8 @@ def _contribution(
     if contribution.dtype != how.dtype or contribution.requires_grad:
         contribution = contribution.detach().to(how.dtype)
     scales = how.divides and _has_fractions(contribution)
-    changes = how.multiplies or (scales and not in_place)
-    if changes and contribution.data_ptr() == tensor.data_ptr():
+    overwrites = how.multiplies or (scales and not in_place)
+    if overwrites and contribution.data_ptr() == tensor.data_ptr():
         contribution = contribution.clone()
     if how.multiplies:
         tensors_around_mpi.multiply(contribution, op)

@@ -407,9 +407,9 @@ class TestRanges:
                 put = count
                 if special is not None and count and dtype is not torch.float16:
                     put = special - special % 1024
-                assert kernels.spread_mean(
-                    name, buffers.tensors, first, count, sums, divisor
-                ) == put
+                assert (
+                    kernels.spread_mean(name, buffers.tensors, first, count, sums, divisor) == put
+                )
                 expected = mean([bits_of(sums[:put])], wide, divisor)
                 expected = encode(decode(expected, wide), dtype)
                 buffers.assert_now(first, put, expected)
@@ -436,9 +436,7 @@ class TestRanges:
             sums, scaled = torch.empty(2, count, dtype=wide)
             kernels.sum_to(name, sums, buffers.tensors, first, count)
             kernels.scaled_sum_to(name, scaled, buffers.tensors, first, count, divisor)
-            kernels.spread_scaled_mean(
-                name, buffers.tensors, first, count, sums, scaled, divisor
-            )
+            kernels.spread_scaled_mean(name, buffers.tensors, first, count, sums, scaled, divisor)
             expected = mean(buffers.columns(first, count), dtype, divisor)
             buffers.assert_now(first, count, expected)
 

@@ -21,7 +21,7 @@ PROGRAM = r"""
 #include "kernels.h"
 
 enum { COUNT = 3 * 4099, RANKS = 9, TYPES = 4 };
-static uint64_t memory[RANKS + 1][COUNT + 1];
+static uint64_t memory[RANKS + 1][COUNT + 1], scaled[COUNT + 1];
 static uint64_t hash, state;
 
 static uint64_t draw(void)      /* xorshift */
@@ -100,9 +100,16 @@ int main(void)
                     kernels->mean_in_place(from, buffers, ranks, first, count, divisors[i]);
                     for (size_t rank = 0; rank < ranks; rank++)
                         add(from, buffers[rank], COUNT);
+                    kernels->scaled_sum_to(
+                        from, scaled, buffers, ranks, first, count, divisors[i]);
+                    add(wide, scaled, count);
                     fill(wide, memory[RANKS], COUNT);
-                    kernels->spread_mean(
+                    hash ^= kernels->spread_mean(
                         from, buffers, ranks, first, count, memory[RANKS], divisors[i]);
+                    for (size_t rank = 0; rank < ranks; rank++)
+                        add(from, buffers[rank], COUNT);
+                    kernels->spread_scaled_mean(
+                        from, buffers, ranks, first, count, memory[RANKS], scaled, divisors[i]);
                     for (size_t rank = 0; rank < ranks; rank++)
                         add(from, buffers[rank], COUNT);
                 }

@@ -58,9 +58,7 @@ def assert_as_by_hand(model: nn.Module, expected: list[Any], rounding: float) ->
         else:
             assert parameter.grad is not None
             assert parameter.grad.dtype is FULL
-            torch.testing.assert_close(
-                parameter.grad, gradient, rtol=rounding, atol=rounding
-            )
+            torch.testing.assert_close(parameter.grad, gradient, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

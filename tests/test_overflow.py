@@ -113,9 +113,7 @@ def test_means_of_large_numbers(
     elements: int,
 ) -> None:
     gradient = gradients(dtype, elements)
-    ours = averaged(
-        gradient, functools.partial(DDP, gradient_as_bucket_view=views, **settings)
-    )
+    ours = averaged(gradient, functools.partial(DDP, gradient_as_bucket_view=views, **settings))
     theirs = averaged(gradient, functools.partial(TorchDDP, process_group=gloo))
     given = [part.double() for part in gather(real(gradient))]
     results = gather(real(ours))
@@ -198,7 +196,7 @@ def test_many_chunks_overflow(settings: dict[str, object]) -> None:
             factor = torch.full((size,), float(index + 1))
             # Each second chunk or so.
             if (index + step) % 3:
-                factor.view(-1)[step :: 170_000] = 3e38
+                factor.view(-1)[step::170_000] = 3e38
             factors.append(factor)
         wrapped.zero_grad()
         loss = wrapped(factors)
@@ -210,6 +208,8 @@ def test_many_chunks_overflow(settings: dict[str, object]) -> None:
                 torch.testing.assert_close(parameter.grad, factor)
 
 
+# torch has new names for two of these operations.
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("elements", [4, 200_000])
 def test_averages_of_the_process_group(dtype: torch.dtype, elements: int) -> None:
