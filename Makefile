@@ -122,10 +122,10 @@ lint: $(INSTALLED)
 		tests/launch_report.py tests/torch_suite.py
 
 # Fails at a warning: a link that leads nowhere, a page that is in no menu. The variable is of the
-# theme, which else says at each build what comes after it.
+# theme, which else says at each build what comes after it. Not --quiet: then none is counted.
 .PHONY: docs
 docs: $(DOCUMENTING)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo 'The documentation is in build/docs/index.html'
 
 .PHONY: clean
