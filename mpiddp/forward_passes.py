@@ -14,9 +14,9 @@ had no output that a backward came to before the next reduction's last bucket wa
 A difference is an error on all ranks. Some programs that do so would go on well for a while: one
 rank prints a sample without no_grad, or draws another batch after a loss of NaN. To the reducer
 they look like the faulty ones, and the ranks come apart at the latest when data run out. So they
-are refused too, and told how to do it right. The error says whether the parameters are still the same
-on all ranks, because then the mean is one. All ranks raise in the same backward and count from
-there anew, so a program that catches the error on all ranks may go on.
+are refused too, and told how to do it right. The error says whether the parameters are still the
+same on all ranks, because then the mean is one. All ranks raise in the same backward and count
+from there anew, so a program that catches the error on all ranks may go on.
 The parameters are compared bit by bit. With a communication hook in Python they may differ by
 intent (post-localSGD), and are not compared. While some rank has joined (`join`) nothing is
 compared: its parameters stay behind, and the forward passes of the others are collective.
