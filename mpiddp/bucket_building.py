@@ -103,8 +103,8 @@ def _agreed(
         if not reducer.buckets and group.gradient_queues.replace_shared(reducer.channels, device):
             if group.rank() == 0:
                 warnings.warn(
-                    f"buckets cannot be had in shared memory, so gradients go through MPI, which is "
-                    f"slower: {text}",
+                    f"buckets cannot be had in shared memory, so gradients go through MPI, which "
+                    f"is slower: {text}",
                     stacklevel=2,
                 )
             return _agreed(reducer, device, sizes, tails)

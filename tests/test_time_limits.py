@@ -1,4 +1,4 @@
-"""Time limits are each operation's own: what goes on beside it neither extends nor shortens them."""
+"""Time limits are each operation's own: what goes on beside it does not extend them."""
 
 import threading
 import time
@@ -104,5 +104,5 @@ def test_several_steps_share_one_limit() -> None:
         work.wait(timedelta(seconds=20))
     dist.barrier()
     if rank() == 0:
-        assert LIMIT <= waited
+        assert waited >= LIMIT
     dist.destroy_process_group(part)
