@@ -25,7 +25,7 @@ import atexit
 import os
 import sys
 
-from cpython.object cimport PyObject, PyTypeObject
+from cpython.object cimport PyObject
 
 from mpiddp.errors cimport check_errno
 from mpiddp.system cimport pthread_atfork
@@ -181,6 +181,6 @@ def check(str what not None):
     if child:
         raise RuntimeError(
             f"{what} was called in a process that was forked from rank {origin_rank} of "
-            f"{origin_size}: MPI works in the process of the rank only. A forked process may compute "
-            f"with the module itself (`wrapped.module`) and tell its parent the result."
+            f"{origin_size}: MPI works in the process of the rank only. A forked process may "
+            f"compute with the module itself (`wrapped.module`) and tell its parent the result."
         )

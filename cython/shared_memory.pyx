@@ -202,7 +202,7 @@ def allocate(node, Py_ssize_t size):
         )
         sizes = [their_size for _, _, their_size, _ in pieces]
         if len(set(sizes)) > 1:
-            problem = f"sees that the ranks ask for different sizes of shared memory, in bytes: {sizes}"
+            problem = f"sees ranks ask for different sizes of shared memory, in bytes: {sizes}"
         elif not any(text for _, _, _, text in pieces):
             try:
                 for rank, (path, expected, _, _) in enumerate(pieces):

@@ -428,11 +428,13 @@ def shared_store(communicator: MPI.Intracomm, topology: Topology, timeout: timed
 def _leave_world() -> None:
     global _world
     world, _world = _world, None
-    if world is None or forks.forked():
+    if world is None:
         return
     if world.started:
         uncaught.unwatch()
     atexit.unregister(_stop_at_exit)
+    if forks.forked():
+        return  # the threads are not here, and MPI is the parent's
     world.completion.stop()
     world.requests.engine.stop()
     world.roll_call.free()

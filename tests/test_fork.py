@@ -154,7 +154,7 @@ def test_what_leads_to_mpi_is_refused(tmp_path: Path, transport: str) -> None:
             "buffers": evaluate,
             "construction": lambda: DDP(torch.nn.Linear(1, 1), init_sync=False),
             "all_reduce": lambda: dist.all_reduce(torch.ones(1)),
-            "send": lambda: dist.send(torch.ones(1), 0),
+            "send": lambda: dist.send(torch.ones(1), 1 - rank),
             "barrier": dist.barrier,
             "monitored_barrier": dist.monitored_barrier,
             "new_group": dist.new_group,

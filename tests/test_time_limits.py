@@ -1,4 +1,4 @@
-"""Time limits are each operation's own: what goes on beside it does not change them."""
+"""Time limits are each operation's own: what goes on beside it does not extend them."""
 
 import threading
 import time
