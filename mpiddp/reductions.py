@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
+from torch._C._distributed_c10d import AllgatherOptions
 
 from mpiddp import datatypes, messages, tensors_around_mpi
 from mpiddp.datatypes import Reduction
@@ -176,9 +177,14 @@ def reduce_scatter_single(
 
 def all_reduce_sparse(group: ProcessGroup, tensor: torch.Tensor, opts: Any) -> None:
     """Sum sparse COO tensors of all ranks in place. Collective; of several steps."""
+    gathering = AllgatherOptions()
+    gathering.asyncOp = False
+    if opts is not None:
+        gathering.timeout = opts.timeout
     own = tensor.detach().coalesce()
     everyone = torch.zeros(2 * group.size(), dtype=torch.int64)
-    group.all_gather_single(everyone, torch.tensor([own._nnz(), own.sparse_dim()]), opts).wait()
+    sizes = torch.tensor([own._nnz(), own.sparse_dim()])
+    group.all_gather_single(everyone, sizes, gathering).wait()
     counts, sparse_dims = everyone.view(-1, 2).t().tolist()
     # A tensor without entries may be split in sparse and dense dimensions anyhow.
     splits = {dim for count, dim in zip(counts, sparse_dims, strict=True) if count}
@@ -193,7 +199,7 @@ def all_reduce_sparse(group: ProcessGroup, tensor: torch.Tensor, opts: Any) -> N
         values = values.new_empty(0, *tensor.shape[sparse_dim:])
     all_indices = [indices.new_empty(sparse_dim, count) for count in counts]
     all_values = [values.new_empty(count, *values.shape[1:]) for count in counts]
-    group.allgather([all_indices, all_values], [indices, values], opts).wait()
+    group.allgather([all_indices, all_values], [indices, values], gathering).wait()
     # Summed in order of ranks by coalesce(), so all ranks get the same bits.
     total = torch.sparse_coo_tensor(
         torch.cat(all_indices, dim=1),
