@@ -110,7 +110,11 @@ def _call_mpi_abort(code: int) -> None:
         return
     with contextlib.suppress(OSError):
         _close_blocked_streams()
-    MPI.COMM_WORLD.Abort(code)
+    try:
+        MPI.COMM_WORLD.Abort(code)
+    finally:
+        # MPICH's may return before the launcher ends this process, which is to do nothing more.
+        os._exit(code)
 
 
 def _close_blocked_streams() -> None:
