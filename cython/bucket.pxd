@@ -38,6 +38,8 @@ cdef class Bucket:
     cdef ElementType element            # of the gradients
     cdef char *flags                # the tail, see Note [Flags behind the gradients]
     cdef Py_ssize_t flag_count
+    cdef char *first_view           # where the gradients are, and
+    cdef char *last_view_end        # where they end
 
     cdef object tensor_at(self, Py_ssize_t position)
     cdef int narrow(self, char *view, const char *gradient, size_t bytes_) except -1

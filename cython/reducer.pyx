@@ -21,8 +21,8 @@ Note [Hooks of the user]
 Other hooks of a parameter may change its gradient, and what they leave is averaged. So ours is
 kept the last one in the parameter's dictionary, which autograd reads as it is when the gradient is
 there. Hooks may be added at any time: whether ours is the last is seen again before each
-backward and, for what is added after that, in the hook itself. Where it is not, it moves to the end,
-and this once the gradient is taken at the end of backward.
+backward and, for what is added after that, in the hook itself. Where it is not, it moves to
+the end, and this once the gradient is taken at the end of backward.
 
 Note [Skipped buckets]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -41,7 +41,7 @@ import weakref
 import torch
 from torch.autograd import Variable
 
-from mpiddp.bucket cimport INCOMPLETE, JOINED, MISSED, Bucket, overlaps
+from mpiddp.bucket cimport INCOMPLETE, JOINED, MISSED, Bucket
 from mpiddp.device_bucket cimport DeviceBucket
 from mpiddp.engine cimport WAIT_TIMED_OUT, work_is_done
 from mpiddp.forks cimport is_child
@@ -50,8 +50,9 @@ from mpiddp.places cimport (
 )
 from mpiddp.places import move_gradient, views_by_parameter
 from mpiddp.system cimport now
-from mpiddp.torch_tensors cimport has_gradient
+from mpiddp.torch_tensors cimport gradient_address, has_gradient
 from mpiddp import forward_passes, sparse_gradients
+from mpiddp.backward_kinds import adds_to_gradients
 from mpiddp.bucket_building import make_buckets
 from mpiddp.bucket_roll_call import explain_missing
 from mpiddp.forks import check as check_process
@@ -236,7 +237,11 @@ cdef class Reducer:
     def _find_views(self, Bucket bucket):
         """Note where in `bucket` each gradient has its place."""
         cdef ParameterState *state
-        cdef Py_ssize_t index, position
+        cdef Py_ssize_t index, position, size
+        if not bucket.sparse:
+            bucket.first_view = bucket.view_address(0)
+            size = sum([view.nbytes for view in bucket.views])
+            bucket.last_view_end = bucket.first_view + size
         for position, index in enumerate(bucket.parameter_indices):
             state = &self.states[index]
             state.bucket = bucket.index
@@ -542,30 +547,26 @@ cdef class Reducer:
         """Give gradients memory of their own that lie where other gradients have their place."""
         cdef Py_ssize_t index
         cdef Bucket bucket
-        cdef ParameterState *state
+        cdef char *address
         for index in range(len(self.parameters)):
-            state = &self.states[index]
-            parameter = self.parameters[index]
-            bucket = <Bucket>self.buckets[state.bucket]
-            if not has_gradient(parameter) or bucket.sparse or is_in_place(
-                &state.place, bucket, state.position, parameter
-            ):
+            if self.expect_sparse[index]:
                 continue
-            gradient = parameter.grad
+            parameter = self.parameters[index]
+            address = gradient_address(parameter)
+            if address == NULL or address == self.states[index].place.address:
+                continue
             for bucket in self.buckets:
-                if not bucket.sparse and overlaps(gradient, bucket.gradients):
-                    parameter.grad = gradient.clone()
+                if bucket.first_view <= address < bucket.last_view_end:
+                    parameter.grad = parameter.grad.clone()
                     break
         return 0
 
     def _find_moved_views(self):
         """Find the buffers of hooks in Python again where something has moved their memory."""
         cdef Bucket bucket
-        cdef Place *place
         for bucket in self.buckets:
             if not bucket.sparse:
-                place = &self.states[<Py_ssize_t>bucket.parameter_indices[0]].place
-                if place.address != bucket.view_address(0):
+                if bucket.first_view != bucket.view_address(0):
                     self._find_views(bucket)
 
     cdef _after_reduction(self):
@@ -649,7 +650,8 @@ cdef class Reducer:
 
     def _backward_begins(self, gradient):
         """Queue the final callback. A hook of the module's outputs; changes no gradient."""
-        self.queue_callback()
+        if self.expecting and not self.callback_queued and adds_to_gradients(self.parameters):
+            self.queue_callback()
 
     def _rebuild_buckets(self):
         """Lay the buckets out in the order in which gradients arrived on rank 0.

@@ -1,6 +1,7 @@
 cdef bint gradients_are_within_reach() noexcept
 cdef int dtype_code(object tensor) noexcept
 cdef bint has_gradient(object parameter) except -1
+cdef char *gradient_address(object parameter) except? NULL
 cdef char *plain_gradient(
     object parameter, object view, int dtype, bint contiguous
 ) noexcept

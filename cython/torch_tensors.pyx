@@ -91,6 +91,24 @@ cdef bint has_gradient(object parameter) except -1:
     return defined
 
 
+cdef char *gradient_address(object parameter) except? NULL:
+    """Return where the elements of a dense gradient are in whatever order, NULL without one."""
+    cdef Tensor gradient
+    cdef c_bool defined = False
+    cdef int32_t layout = -1
+    cdef void *address = NULL
+    if gradients_are_within_reach():
+        gradient = functions.grad(tensor_in(<PyObject *>parameter)[0])
+        if functions.is_defined(gradient, &defined) or not defined:
+            return NULL
+        if functions.layout(gradient, &layout) or layout != strided:
+            return NULL
+        functions.data_ptr(gradient, &address)
+    elif parameter.grad is not None and parameter.grad.layout is torch.strided:
+        address = <void *><size_t>parameter.grad.data_ptr()
+    return <char *>address
+
+
 cdef char *plain_gradient(
     object parameter, object view, int dtype, bint contiguous
 ) noexcept:

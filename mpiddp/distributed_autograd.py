@@ -18,10 +18,15 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed.rpc as rpc
 
+from mpiddp.backward_kinds import accumulates
+
+if rpc.is_available():
+    from torch._C._distributed_rpc import _is_current_rpc_agent_set
+
 
 def may_be_used() -> bool:
     """Return whether there may be distributed backward passes. Not collective."""
-    return rpc.is_available() and rpc._is_current_rpc_agent_set()
+    return rpc.is_available() and _is_current_rpc_agent_set()
 
 
 def watch(outputs: Iterable[torch.Tensor], parameters: Sequence[torch.Tensor], rank: int) -> None:
@@ -35,7 +40,7 @@ def watch(outputs: Iterable[torch.Tensor], parameters: Sequence[torch.Tensor], r
     hook = _refusal(parameters, rank)
     for output in outputs:
         if output.grad_fn is not None:
-            output.register_hook(hook)
+            output.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _refusal(parameters: Sequence[torch.Tensor], rank: int) -> Callable[[torch.Tensor], None]:
@@ -60,14 +65,3 @@ def _is_distributed(gradient: torch.Tensor, parameters: Sequence[torch.Tensor]) 
     if torch._C._current_autograd_node() is None:
         return True
     return gradient.device.type != "cpu" and not any(map(accumulates, parameters))
-
-
-def accumulates(parameter: torch.Tensor) -> bool:
-    """Return whether this backward pass adds to ``parameter.grad``. Not collective."""
-    with torch.enable_grad():
-        graph = parameter.expand_as(parameter).grad_fn
-    assert graph is not None
-    try:
-        return bool(torch._C._will_engine_execute_node(graph.next_functions[0][0]))  # type: ignore[attr-defined]
-    except RuntimeError:  # it is captured: torch.autograd.grad()
-        return False

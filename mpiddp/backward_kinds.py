@@ -1,0 +1,63 @@
+"""Tell backward passes that add to ``.grad`` from those that only return gradients.
+
+Note [Passes that return gradients]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+`torch.autograd.grad` and ``backward(inputs=...)`` of other tensors run hooks of the module's outputs,
+as for a gradient penalty, and add to no parameter's gradient: such a pass must reduce nothing, or
+the one that follows would find its iteration reduced already. The engine tells whether it will
+execute the node that accumulates a parameter's gradient. Where it will execute none, either this is
+such a pass, or the outputs reach no parameter on this rank, and then others wait for its zeros: the
+graph is searched, in these cases only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["accumulates", "adds_to_gradients"]
+
+
+def accumulates(parameter: torch.Tensor) -> bool:
+    """Return whether this backward pass adds to ``parameter.grad``. Not collective."""
+    with torch.enable_grad():
+        graph = parameter.expand_as(parameter).grad_fn
+    assert graph is not None
+    node = graph.next_functions[0][0]
+    assert node is not None
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        # It is captured. Of other errors nothing follows: compiled autograd cannot tell.
+        return "autograd.grad" not in str(error)
+
+
+def adds_to_gradients(parameters: Sequence[torch.Tensor]) -> bool:
+    """Return whether this backward pass is one whose gradients are to be reduced.
+
+    Not collective; called in a hook of an output. See Note [Passes that return gradients].
+
+    Args:
+        parameters: of the module.
+    """
+    if any(map(accumulates, parameters)):
+        return True
+    node = torch._C._current_autograd_node()
+    return node is None or not _reaches(node, parameters)
+
+
+def _reaches(node: torch.autograd.graph.Node, parameters: Sequence[torch.Tensor]) -> bool:
+    """Return whether the graph from `node` on comes to one of these parameters."""
+    wanted = set(map(id, parameters))
+    found = {node}
+    left = [node]
+    while left:
+        current = left.pop()
+        if id(getattr(current, "variable", None)) in wanted:
+            return True
+        for following, _ in current.next_functions:
+            if following is not None and following not in found:
+                found.add(following)
+                left.append(following)
+    return False
