@@ -2,7 +2,7 @@
 
 Note [Passes that return gradients]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-`torch.autograd.grad` and ``backward(inputs=...)`` of other tensors run hooks of the module's outputs,
+`torch.autograd.grad` and ``backward(inputs=...)`` of other tensors run hooks of outputs,
 as for a gradient penalty, and add to no parameter's gradient: such a pass must reduce nothing, or
 the one that follows would find its iteration reduced already. The engine tells whether it will
 execute the node that accumulates a parameter's gradient. Where it will execute none, either this is
