@@ -33,7 +33,7 @@ def construct(kind, **kwargs):
 
 dist.init_process_group()
 assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "mpiddp")
-ours = "mpiddp.distributed"
+ours = "mpiddp"
 for kind in (DDP, DistributedDataParallel, nn.parallel.DistributedDataParallel):
     assert kind is inner.DistributedDataParallel
     assert construct(kind) == ours
