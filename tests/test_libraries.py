@@ -26,7 +26,7 @@ def ways(mark: pytest.MarkDecorator) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         ("backend", "wrapper"),
         [
-            pytest.param([], "mpiddp.distributed", id="unmodified"),
+            pytest.param([], "mpiddp", id="unmodified"),
             pytest.param(["mpiddp"], "torch.nn.parallel.distributed", id="named", marks=mark),
         ],
     )

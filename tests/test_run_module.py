@@ -106,7 +106,7 @@ def test_same_losses_as_under_torchrun(tmp_path: Path, torchrun: dict[int, dict[
     trained = by_rank(done.stdout)
     assert sorted(trained) == sorted(torchrun) == [0, 1]
     for rank, mine in trained.items():
-        assert mine["ddp"] == "mpiddp.distributed"
+        assert mine["ddp"] == "mpiddp"
         assert torchrun[rank]["ddp"] == "torch.nn.parallel.distributed"
         assert (mine["world"], mine["threads"], len(mine["losses"])) == (2, 1, 12)
         assert mine["losses"] == pytest.approx(torchrun[rank]["losses"], rel=1e-5)
