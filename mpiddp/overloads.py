@@ -28,7 +28,7 @@ def also_called_with(options: type, *names: str, tensors: int = 1) -> Callable[[
     Args:
         options: the class of the object with options that the method takes last.
         names: of the single options, in their order: "op", "root" or "timeout".
-        tensors: how many arguments come before the options.
+        tensors: how many arguments come before the options; more than two are never lists.
     """
 
     def decorate(method: Method) -> Method:
@@ -43,7 +43,8 @@ def also_called_with(options: type, *names: str, tensors: int = 1) -> Callable[[
             for name, value in single.items():
                 if value is not None:
                     setattr(made, _FIELDS[name], value)
-            return method(self, *_as_lists(args[:tensors]), **kwargs)
+            given = args[:tensors]
+            return method(self, *(_as_lists(given) if tensors < 3 else given), **kwargs)
 
         return call  # type: ignore[return-value]
 
@@ -52,6 +53,6 @@ def also_called_with(options: type, *names: str, tensors: int = 1) -> Callable[[
 
 def _as_lists(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """Put what goes with a single tensor into lists of one; an empty list stays: no tensors."""
-    if len(given) > 2 or not any(isinstance(each, torch.Tensor) for each in given):
+    if not any(isinstance(each, torch.Tensor) for each in given):
         return given
     return tuple([each] if isinstance(each, torch.Tensor) or each else each for each in given)

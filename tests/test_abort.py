@@ -322,6 +322,7 @@ run_in_thread(work).join()
 def test_first_forward_of_a_thread_raises(tmp_path: Path) -> None:
     source = """
     wrapped = train()
+    wrapped(torch.ones(2, 4)).sum().backward()  # its forward has compared the ranks' parameters
     note_the_time()
     run_in_thread((lambda: wrapped(None)) if rank == 1 else dist.barrier).join()
     """
