@@ -16,6 +16,9 @@ Traced = TypeVar("Traced", bound=type | types.FunctionType)
 
 # torch.compiler.disable does the same, but imports the compiler, which takes a second.
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+_SKIP_FRAME = eval_frame._FrameExecStrategy(
+    eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+)
 
 
 def run_as_it_is(code: Traced) -> Traced:
@@ -27,3 +30,8 @@ def run_as_it_is(code: Traced) -> Traced:
         if isinstance(function, types.FunctionType):
             eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
     return code
+
+
+def compile_what_it_calls(function: types.FunctionType) -> None:
+    """Have torch.compile leave a function alone, but not what it calls."""
+    eval_frame.set_code_exec_strategy(function.__code__, _SKIP_FRAME)

@@ -36,7 +36,7 @@ from mpiddp import (
 )
 from mpiddp.bucket_assignment import BucketAssignment
 from mpiddp.communicator_group import group_of, is_communicator
-from mpiddp.compilation import run_as_it_is
+from mpiddp.compilation import compile_what_it_calls, run_as_it_is
 from mpiddp.forward_passes import ForwardPasses
 from mpiddp.logger import Logger, logs_errors
 from mpiddp.mixed_precision import (
@@ -594,6 +594,10 @@ class DistributedDataParallel(TorchWrapper):
             and self.require_backward_grad_sync
             and not self._delay_all_reduce_all_params
         )
+
+
+# It calls the user's module.
+compile_what_it_calls(DistributedDataParallel._run_ddp_forward)  # type: ignore[arg-type]
 
 
 def _describer(

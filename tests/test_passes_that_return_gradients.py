@@ -1,4 +1,4 @@
-"""torch.autograd.grad before backward reduces nothing; what backward brings is averaged, as torch."""
+"""torch.autograd.grad before backward reduces nothing, and what backward brings is averaged."""
 
 import pytest
 import torch
