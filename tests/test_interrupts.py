@@ -23,12 +23,18 @@ COUNT = 600
 torch.set_num_threads(1)
 mpiddp.init_process_group(timeout=timedelta(seconds=LIMIT))
 rank = dist.get_rank()
-part = dist.new_group()
+part = dist.new_group(timeout=timedelta(seconds=LIMIT))
 arrived = __file__ + ".interrupted"
 
 
 def meet():
     CALL
+
+
+def receive_as_a_part():
+    tensor = torch.ones(COUNT)
+    request = part.communicator.Irecv(tensor.numpy(), 1)
+    part.wait_for(request, "MPI_Irecv", "recv", tensor)
 
 
 class Interrupted(MPI.Intracomm):
@@ -89,6 +95,8 @@ CALLS = {
     "halves": "dist.all_reduce(torch.ones(COUNT, dtype=torch.bfloat16), group=part)",
     "message": "dist.recv(torch.ones(COUNT), 1, part) if rank == 0 else "
     "dist.send(torch.zeros(COUNT), 0, part)",
+    "part of an operation": "receive_as_a_part() if rank == 0 else "
+    "part.communicator.Send(torch.zeros(COUNT).numpy(), 0)",
     "gather": "dist.all_gather([torch.ones(COUNT), torch.ones(COUNT)], torch.zeros(COUNT), part)",
 }
 
