@@ -12,6 +12,7 @@ from mpiddp.bucket cimport Bucket, is_at, overlaps, same_layout
 from mpiddp.torch_tensors cimport (
     dtype_code,
     gradients_are_within_reach,
+    has_gradient,
     plain_gradient,
     plain_tensor,
     point_gradient,
@@ -115,7 +116,7 @@ cdef bint is_in_place(
     """Whether the gradient of `parameter` is the memory of its place."""
     view = bucket.views[position]
     if place.bytes == 0:
-        return True
+        return has_gradient(parameter)
     if place.readable:
         return place.address == plain_gradient(
             parameter, view, place.dtype, place.layout == LAYOUT_CONTIGUOUS)
