@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import AllreduceOptions
+from torch._C._distributed_c10d import AllgatherOptions
 
 from mpiddp.bucket import Bucket, bytes_needed
 from mpiddp.device_bucket import DeviceBucket
@@ -116,9 +115,10 @@ def _agreed(
 
 def _everywhere(reducer: Reducer, fine: bool) -> bool:
     """Return whether `fine` is true on all ranks. Collective."""
-    opts = AllreduceOptions()
-    opts.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+    opts = AllgatherOptions()
     opts.asyncOp = False
+    # No all-reduce: whoever profiles counts those of the buckets.
+    flags = torch.zeros(reducer.process_group.size(), dtype=torch.uint8)
     flag = torch.tensor([int(fine)], dtype=torch.uint8)
-    reducer.process_group.allreduce([flag], opts)
-    return bool(flag.item())
+    reducer.process_group.all_gather_single(flags, flag, opts)
+    return bool(flags.all())
