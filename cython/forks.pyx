@@ -43,8 +43,8 @@ cdef extern from *:
     #include <stdio.h>
     #include <unistd.h>
 
-    #define MPIDDP_GET_ATTRIBUTE(type) (((PyTypeObject *)(type))->tp_getattro)
-    #define MPIDDP_SET_ATTRIBUTE(type, function) \
+    #define mpiddp_get_attribute(type) (((PyTypeObject *)(type))->tp_getattro)
+    #define mpiddp_set_attribute(type, function) \
         (((PyTypeObject *)(type))->tp_getattro = (getattrofunc)(function))
 
     /* Before Python 3.12 sys.exit raises no object that has a `code`. This one does. */
@@ -73,8 +73,8 @@ cdef extern from *:
     static inline void mpiddp_interrupt(void) { signal(SIGINT, SIG_DFL); raise(SIGINT); }
     static inline void mpiddp_end(int status) { fflush(NULL); _exit(status); }
     """
-    GetAttribute get_attribute "MPIDDP_GET_ATTRIBUTE"(object)
-    void set_attribute "MPIDDP_SET_ATTRIBUTE"(object, GetAttribute)
+    GetAttribute get_attribute "mpiddp_get_attribute"(object)
+    void set_attribute "mpiddp_set_attribute"(object, GetAttribute)
     void let_exit_make_object "mpiddp_let_exit_make_object"(object)
     void interrupt "mpiddp_interrupt"() noexcept nogil
     void end "mpiddp_end"(int) noexcept nogil
