@@ -77,13 +77,16 @@ class Chain(nn.Module):
         return sum(self.numbers[1:], self.numbers[0] * 1)
 
 wrapped = mpiddp.DistributedDataParallel(Chain(), bucket_cap_mb=1e-6)
+arrived = []
+
+def pause(gradient):
+    time.sleep(0.002)
+    arrived.append(engine.counters["chunks"])
+
 for number in chain:
-    number.register_hook(lambda gradient: time.sleep(0.002))
+    number.register_hook(pause)
 loss = wrapped()
 before = engine.counters["chunks"]
-arrived = []
-for number in chain:
-    number.register_post_accumulate_grad_hook(lambda _: arrived.append(engine.counters["chunks"]))
 dist.barrier()
 loss.backward()
 report = {"digests": digests, "in_hooks": arrived[-1] - before}
