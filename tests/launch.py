@@ -69,7 +69,7 @@ class RankReport:
                     report.failures[test] = report.failures.get(test, "") + text + "\n"
                 case {"event": "done", "test": test, "outcome": outcome, "reason": reason}:
                     report.outcomes[test] = outcome
-                    report.seconds[test] = event["seconds"]
+                    report.seconds[test] = event.get("seconds", 0.0)  # not of torch_suite_rank.py
                     report.reasons[test] = reason
                     report.running = None
                 case {"event": "end"}:
