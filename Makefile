@@ -125,6 +125,7 @@ lint: $(INSTALLED)
 # theme, which else says at each build what comes after it. Not --quiet: then none is counted.
 .PHONY: docs
 docs: $(DOCUMENTING)
+	@mkdir -p build/docs-sources # looked for before it is filled
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo 'The documentation is in build/docs/index.html'
 
