@@ -79,7 +79,8 @@ def test_wrap_again(views, old_is_kept, bucket):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("transport", ["auto", "mpi"])
+# Not "mpi" as a test's id: pytest-mpi takes that for its mark and skips the test.
+@pytest.mark.parametrize("transport", ["auto", "mpi"], ids=["memory", "messages"])
 def test_wrap_again_after_one_rank_failed(tmp_path: Path, transport: str) -> None:
     """The others find out by a time-out; what they have launched never ends."""
     script = tmp_path / "script.py"
