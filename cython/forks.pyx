@@ -28,8 +28,12 @@ import sys
 from cpython.object cimport PyObject
 
 from mpiddp.errors cimport check_errno
-from mpiddp.system cimport pthread_atfork
 
+
+cdef extern from "<pthread.h>":
+    int pthread_atfork(
+        void (*)() noexcept nogil, void (*)() noexcept nogil, void (*)() noexcept nogil
+    )
 
 cdef extern from "Python.h":
     PyObject *PyEval_GetFrame()

@@ -54,7 +54,7 @@ from mpiddp.torch_tensors cimport gradient_address, has_gradient
 from mpiddp import forward_passes, sparse_gradients
 from mpiddp.backward_kinds import adds_to_gradients
 from mpiddp.bucket_building import make_buckets
-from mpiddp.bucket_roll_call import explain_missing
+from mpiddp.bucket_progress import explain_missing
 from mpiddp.forks import check as check_process
 from mpiddp.python_hook import wait_for_all
 from mpiddp.verification import (
@@ -402,7 +402,7 @@ cdef class Reducer:
                     if bucket.index == self.counting and self.passes is not None:
                         bucket.set_count(self.passes.settle())
                     if self.profile is not None:
-                        self.profile.begin(bucket)
+                        self.profile.begin(bucket.index)
                     bucket.channel.submit(&bucket.work)
                 if self.next_bucket == 0:
                     self.communication_began = now()
@@ -486,7 +486,7 @@ cdef class Reducer:
         finally:
             self.waiting_for = -1
         if self.profile is not None:
-            self.profile.end(bucket)
+            self.profile.end(bucket.index)
         if bucket.on_device:
             (<DeviceBucket>bucket).receive()
         if bucket.index == self.counting:

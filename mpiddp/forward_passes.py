@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpiddp.calls import ranks_in_words
 from mpiddp.compilation import run_as_it_is
 
 if TYPE_CHECKING:
+    from mpiddp.process_group import ProcessGroup
     from mpiddp.wrapper_reducer import WrapperReducer
 
 __all__ = ["ForwardPasses", "report", "warn_of_higher_orders"]
@@ -118,7 +118,7 @@ def report(reducer: WrapperReducer) -> None:
     others = [rank for rank, (_, _, theirs) in enumerate(everyone) if theirs != everyone[0][2]]
     if others:
         parameters = (
-            f"The parameters of {ranks_in_words(group.world_ranks, others)} differ from those of "
+            f"The parameters of {group.describe_ranks(others)} differ from those of "
             f"rank {group.world_ranks[0]}: gradients of different iterations have been averaged. "
         )
     elif compared:
@@ -130,7 +130,7 @@ def report(reducer: WrapperReducer) -> None:
         parameters = ""
     raise RuntimeError(
         f"rank {group.rank()}: the ranks are out of step. Forward passes without a backward: "
-        f"{_losses(group.world_ranks, [(lost, begun) for lost, begun, _ in everyone])}. "
+        f"{_losses(group, [(lost, begun) for lost, begun, _ in everyone])}. "
         f"{parameters}A rank that leaves a step out (it catches an exception of forward, or does "
         f"not call backward) meets the others a step later from then on: leave a step out on all "
         f"ranks or on none, the optimizer's step as well. A forward pass that wants no backward "
@@ -160,12 +160,12 @@ def _digest(parameters: Sequence[torch.Tensor]) -> bytes:
     return digest.digest()
 
 
-def _losses(world_ranks: Sequence[int], counts: Sequence[tuple[int, int]]) -> str:
+def _losses(group: ProcessGroup, counts: Sequence[tuple[int, int]]) -> str:
     """Return words such as "1 of 3 on rank 1; 0 of 2 on ranks 0 and 2"."""
     ranks: dict[tuple[int, int], list[int]] = {}
     for rank, count in enumerate(counts):
         ranks.setdefault(count, []).append(rank)
     return "; ".join(
-        f"{lost} of {begun} on {ranks_in_words(world_ranks, members)}"
+        f"{lost} of {begun} on {group.describe_ranks(members)}"
         for (lost, begun), members in sorted(ranks.items(), reverse=True)
     )

@@ -18,8 +18,7 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch._C._distributed_c10d import Work as TorchWork
 
 from mpiddp import agreement, device_tensors, forks, uncaught
-from mpiddp.bucket_roll_call import Modules
-from mpiddp.calls import Call, call_of
+from mpiddp.calls import Call, call_of, ranks_in_words
 from mpiddp.compilation import run_as_it_is
 from mpiddp.completion import Completion
 from mpiddp.device_tensors import DeviceWork
@@ -28,6 +27,7 @@ from mpiddp.profiling import Event
 from mpiddp.requests import Pending, Requests
 from mpiddp.roll_call import RollCall
 from mpiddp.work import COMPLETED, CompletedWork, Operation, Work
+from mpiddp.wrapped_modules import WrappedModules
 
 # Seconds that most operations end in: until then their time limit is not even looked at.
 _SHORT = 5e-3
@@ -66,7 +66,7 @@ class OperatingGroup(dist.ProcessGroup):
         self.entered = 0
         self.last: Call | None = None
         self.roll_call: RollCall | None = None
-        self.modules = Modules()
+        self.modules = WrappedModules()
         # Its ranks' ranks in the world.
         self.world_ranks: tuple[int, ...] = tuple(range(self.size()))
         self._requests = requests
@@ -95,6 +95,10 @@ class OperatingGroup(dist.ProcessGroup):
     def group_name(self) -> str:  # type: ignore[override]  # torch has a type of its own
         """The name that torch.distributed gave to this group."""
         return self._name
+
+    def describe_ranks(self, members: Iterable[int]) -> str:
+        """Return words such as "ranks 0 to 3 and 7" for ranks in the group. Not collective."""
+        return ranks_in_words(self.world_ranks, members)
 
     def _set_group_name(self, name: str) -> None:
         self._name = name

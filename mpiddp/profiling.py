@@ -10,12 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from mpiddp.bucket import Bucket
 
 __all__ = ["BucketEvents", "Event", "is_profiling", "searching_unused_parameters"]
 
@@ -56,13 +52,13 @@ class BucketEvents:
     def __init__(self) -> None:
         self._events: dict[int, Event] = {}
 
-    def begin(self, bucket: Bucket) -> None:
-        """See a bucket that is launched."""
-        self._events[bucket.index] = Event("all_reduce")
+    def begin(self, index: int) -> None:
+        """See that bucket number `index` is launched."""
+        self._events[index] = Event("all_reduce")
 
-    def end(self, bucket: Bucket) -> None:
+    def end(self, index: int) -> None:
         """See that it was reduced, if it was seen before."""
-        event = self._events.pop(bucket.index, None)
+        event = self._events.pop(index, None)
         if event is not None:
             event.end()
 

@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
-from mpiddp import bucket_roll_call, settings
+from mpiddp import settings
 from mpiddp.calls import describe, ranks_in_words
 
 if TYPE_CHECKING:
     from mpiddp.operating_group import OperatingGroup
+    from mpiddp.wrapped_modules import WrappedModule
 
 __all__ = ["RollCall"]
 
@@ -53,6 +54,9 @@ _UNKNOWN_GROUP = -1
 
 # How many differences are told before "and others".
 _SHOWN = 4
+
+# What a rank says that waits for a bucket of another module.
+_ELSEWHERE = "it waits for "
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,7 @@ class RollCall:
         Args:
             group: of the wrapped module.
             module: its number in the group.
-            number: of the bucket, as bucket_roll_call.py counts them.
+            number: of the bucket, as bucket_progress.py counts them.
         """
         if self._thread is None:
             return f"Which ranks are missing cannot be told with {settings.PROGRESS_THREAD.name}=0"
@@ -165,6 +169,11 @@ class RollCall:
         ]
         told = [_listed(told)] if told else []
         told += _silent(group.world_ranks, answers)
+        if any(_ELSEWHERE in where for where in missing):
+            told[-1] += (
+                ". Where several wrapped modules are trained, all ranks run their backward passes "
+                "in the same order"
+            )
         return _sentence(told) or "All ranks have filled it: the connection is slow or has failed"
 
     # Asking.
@@ -224,8 +233,9 @@ class RollCall:
             if _digest(group) == digest and not module:
                 entered, last = group.entered, _last_of(group)
             elif _digest(group) == digest:
-                state = bucket_roll_call.state(group, module, groups)
-                entered, last = (_UNKNOWN_GROUP, "") if state is None else state
+                wrapped = group.modules.get(module)
+                if wrapped is not None:
+                    entered, last = wrapped.buckets_filled(), _doing(wrapped, group, groups)
         text = last.encode()[: _MOST_BYTES - _ANSWER.size]
         self._send(_ANSWER.pack(number, entered) + text, rank, _ANSWER_TAG)
         return True
@@ -268,6 +278,19 @@ class RollCall:
 
 def _last_of(group: OperatingGroup) -> str:
     return "" if group.last is None else describe(group.last)
+
+
+def _doing(
+    module: WrappedModule, group: OperatingGroup, groups: Sequence[OperatingGroup]
+) -> str:
+    """Return what a rank does that has not filled a bucket of `module`, in words."""
+    progress = module.describe_progress()
+    for other in (each for known in groups for each in known.modules.all()):
+        if other is not module and (waits := other.describe_wait()):
+            return f"{progress}; {_ELSEWHERE}{waits}"
+    if group.last is None:
+        return progress
+    return f"{progress}; last collective called: {describe(group.last)}, #{group.entered}"
 
 
 def _digest(group: OperatingGroup) -> bytes:

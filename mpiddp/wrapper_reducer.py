@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from mpiddp import static_graph
+from mpiddp import bucket_progress, static_graph
 from mpiddp.compilation import run_as_it_is
 from mpiddp.profiling import BucketEvents, is_profiling, searching_unused_parameters
 from mpiddp.reducer import Reducer
@@ -48,7 +48,7 @@ class WrapperReducer(Reducer):
     """A `Reducer` that stands where torch's C++ Reducer stands in torch's wrapper."""
 
     logger: weakref.ref[Logger] | None = None
-    # Given by the process group: which of its wrapped modules this is, see bucket_roll_call.py.
+    # Given by the process group: which of its wrapped modules this is, see wrapped_modules.py.
     number: int
     module_name: str
     narrow_parameters: NarrowParameters  # only in mixed precision on the CPU
@@ -94,6 +94,12 @@ class WrapperReducer(Reducer):
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         of = f" of wrapped module {self.number} ({self.module_name})"
         return f"gradient bucket {bucket.index} ({shown}){of}"
+
+    # What the process group asks, see wrapped_modules.py.
+
+    buckets_filled = bucket_progress.filled
+    describe_progress = bucket_progress.describe_progress
+    describe_wait = bucket_progress.describe_wait
 
     # What torch's wrapper calls.
 

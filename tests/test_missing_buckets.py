@@ -109,7 +109,7 @@ class TestMissingRanks:
 
     def test_join(self):
         """Who has joined has filled its buckets with zeros."""
-        from mpiddp import bucket_roll_call, joined
+        from mpiddp import bucket_progress, joined
 
         wrapped = wrap(3, 4, 2)
         reducer = wrapped.reducer
@@ -118,7 +118,7 @@ class TestMissingRanks:
         else:
             loss_of(wrapped, draw()).backward()
         until_all_are_here()
-        text = bucket_roll_call.explain_missing(reducer, reducer.buckets[-1])
+        text = bucket_progress.explain_missing(reducer, reducer.buckets[-1])
         until_all_are_here()
         joined.finish(reducer)
         with together():

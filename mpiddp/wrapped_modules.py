@@ -1,0 +1,51 @@
+"""The wrapped modules of a process group, as a roll call asks for their buckets.
+
+They are numbered as they are made, in the same order on all ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+__all__ = ["WrappedModule", "WrappedModules"]
+
+
+class WrappedModule(Protocol):
+    """What the reducer of a wrapped module tells of it."""
+
+    number: int
+    module_name: str
+
+    def buckets_filled(self) -> int:
+        """Return a number that grows with each bucket filled, see bucket_progress.py."""
+
+    def describe_progress(self) -> str:
+        """Return what its backward passes have come to, in words."""
+
+    def describe_wait(self) -> str:
+        """Return which bucket it waits for just now, in words; "" if for none."""
+
+
+class WrappedModules:
+    """Those of one process group. Not collective."""
+
+    def __init__(self) -> None:
+        self._made = 0
+        self._by_number: weakref.WeakValueDictionary[int, WrappedModule] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def add(self, module: WrappedModule, name: str) -> None:
+        """Give a module its number. On all ranks in the same order."""
+        self._made += 1
+        self._by_number[self._made] = module
+        module.number, module.module_name = self._made, name
+
+    def get(self, number: int) -> WrappedModule | None:
+        """Return a module by its number; None if it is gone."""
+        return self._by_number.get(number)
+
+    def all(self) -> list[WrappedModule]:
+        """Return those that are still there."""
+        return list(self._by_number.values())
