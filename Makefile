@@ -24,8 +24,9 @@ PLOTTING := $(VENV)/.plotting
 DOCUMENTING := $(VENV)/.documenting
 
 # The folders are listed for files that are removed from them.
-SOURCES := setup.py pyproject.toml cython mpiddp \
-	$(wildcard cython/*.pyx cython/*.pxd cython/*.pyi cython/*.h mpiddp/*.py mpiddp/py.typed)
+SOURCES := setup.py pyproject.toml \
+	$(shell find cython mpiddp -type d -not -name __pycache__) \
+	$(shell find cython mpiddp -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pyi' -o -name '*.h' -o -name py.typed)
 
 BIN := $(VENV)/bin
 # For programs that look for others: setup.py for mpicc, cython-lint for pycodestyle.
@@ -50,7 +51,7 @@ endif
 .PHONY: help
 help:
 	@echo 'make train    train examples/train.py on $$NP ranks (ARGS="--epochs 1" for its options)'
-	@echo 'make test     run what matters on 2 and 3 ranks (ARGS="-n 2 tests/test_launch.py": a part)'
+	@echo 'make test     run what matters on 2 and 3 ranks (ARGS="-n 2 tests/project/test_launch.py": a part)'
 	@echo 'make test-all run all tests on 1 to 4 ranks, and the slow ones (16 ranks and others)'
 	@echo 'make test-torch  run torch'"'"'s own distributed tests on 3 ranks (ARGS=--quick: those of DDP)'
 	@echo 'make test-gpu build, test and measure on a GPU with the torch of $$PYTHON (10 minutes)'
@@ -72,16 +73,16 @@ train: $(INSTALLED)
 
 .PHONY: test
 test: $(INSTALLED)
-	$(BIN)/python tests/launch.py --short $(ARGS)
+	$(BIN)/python tests/support/launch.py --short $(ARGS)
 
 # Results of Gloo lie in build/: another run, of either MPI, need not make them again.
 .PHONY: test-torch
 test-torch: $(INSTALLED)
-	$(BIN)/python tests/torch_suite.py $(ARGS)
+	$(BIN)/python tests/parity/torch_suite.py $(ARGS)
 
 .PHONY: test-all
 test-all: $(INSTALLED)
-	$(BIN)/python tests/launch.py --slow $(ARGS)
+	$(BIN)/python tests/support/launch.py --slow $(ARGS)
 
 # Not in the environments of the other targets, whose torch is for CPUs: see the script.
 .PHONY: test-gpu
@@ -115,11 +116,12 @@ build: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(WITH_PATH) $(BIN)/cython-lint cython
-	@rm -rf build/mypy && mkdir -p build/mypy/mpiddp
-	@ln -s $(addprefix ../../../,$(wildcard mpiddp/*.py mpiddp/py.typed cython/*.pyi)) build/mypy/mpiddp
+	@rm -rf build/mypy && mkdir -p build/mypy
+	@cp -rs $(CURDIR)/mpiddp build/mypy/
+	@cd cython && find . -name '*.pyi' -exec ln -s $(CURDIR)/cython/{} $(CURDIR)/build/mypy/mpiddp/{} \;
 	MYPYPATH=build/mypy $(BIN)/mypy -p mpiddp
-	$(BIN)/mypy --follow-imports=silent tests/launch.py tests/launch_progress.py \
-		tests/launch_report.py tests/torch_suite.py
+	MYPYPATH=tests/support $(BIN)/mypy --follow-imports=silent tests/support/launch.py tests/support/launch_progress.py \
+		tests/support/launch_report.py tests/parity/torch_suite.py
 
 # Fails at a warning: a link that leads nowhere, a page that is in no menu. The variable is of the
 # theme, which else says at each build what comes after it. Not --quiet: then none is counted.
@@ -131,7 +133,7 @@ docs: $(DOCUMENTING)
 
 .PHONY: clean
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis tests/.hypothesis
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis tests/support/.hypothesis
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 	rm -f .venv/.installed .venv-mpich/.installed
 

@@ -1,4 +1,4 @@
-"""Compile cython/*.pyx into the package mpiddp, with the MPI compiler of the environment.
+"""Compile cython/ROOM/*.pyx into the package mpiddp, with the MPI compiler of the environment.
 
 What a package is and needs stands in pyproject.toml. Here is only what that file cannot
 say: which compiler, which build directory, and that sources in cython/ are modules of
@@ -35,6 +35,7 @@ CYTHON_DIRECTIVES = {
 SOURCES = Path("cython")
 BUILD_ROOT = Path("build")
 PACKAGE = "mpiddp"
+ROOMS = sorted(path.parent.name for path in Path(PACKAGE).glob("*/__init__.py"))
 # What a user of the compiled modules needs to cimport them and to check types.
 INTERFACES = ("*.pxd", "*.pyi")
 
@@ -150,21 +151,21 @@ class BuildPy(build_py):
     def run(self):
         """Copy, and leave nothing of an earlier build that is no longer in the source."""
         package = Path(self.build_lib, PACKAGE)
-        for old in package.glob("*"):
-            module = old.name.partition(".")[0]
-            if old.suffix != ".so" or not Path(SOURCES, f"{module}.pyx").exists():
+        for old in package.rglob("*"):
+            source = Path(SOURCES, old.relative_to(package).parent, old.name.partition(".")[0])
+            if old.is_file() and (old.suffix != ".so" or not source.with_suffix(".pyx").exists()):
                 old.unlink()
         super().run()
         for pattern in INTERFACES:
-            for path in sorted(SOURCES.glob(pattern)):
-                self.copy_file(str(path), str(package / path.name))
+            for path in sorted(SOURCES.glob(f"*/{pattern}")):
+                self.copy_file(str(path), str(package / path.relative_to(SOURCES)))
 
 
 class BuildExt(build_ext):
     """Translate with Cython, then compile and link with mpicc."""
 
     def run(self):
-        """Compile every cython/*.pyx."""
+        """Compile every cython/ROOM/*.pyx."""
         # Here and not at the top: metadata and sdist need neither Cython nor mpi4py.
         from Cython import __version__ as cython_version
         from Cython.Build import cythonize
@@ -178,16 +179,17 @@ class BuildExt(build_ext):
         os.environ["CC"] = mpicc
         os.environ["LDSHARED"] = f"{mpicc} -shared"
 
-        # The modules cimport each other as mpiddp.NAME, and Cython looks for those files in
-        # a folder of that name. It must have an __init__: Cython prefers a folder that has
-        # one, and an older mpiddp may be installed.
+        # The modules cimport each other as mpiddp.ROOM.NAME, and Cython looks for those files
+        # in folders of these names. They must have an __init__: Cython prefers folders that
+        # have one, and an older mpiddp may be installed.
         view = Path(built.build_base, "include")
         shutil.rmtree(view, ignore_errors=True)
         package = view / PACKAGE
-        package.mkdir(parents=True)
-        package.joinpath("__init__.pxd").touch()
-        for path in SOURCES.glob("*.pxd"):
-            package.joinpath(path.name).symlink_to(path.resolve())
+        for folder in (package, *(package / room for room in ROOMS)):
+            folder.mkdir(parents=True)
+            folder.joinpath("__init__.pxd").touch()
+        for path in SOURCES.glob("*/*.pxd"):
+            package.joinpath(path.relative_to(SOURCES)).symlink_to(path.resolve())
 
         try:
             translated = cythonize(
@@ -207,23 +209,23 @@ class BuildExt(build_ext):
 
 
 def extensions():
-    """Return one extension for each cython/*.pyx."""
-    headers = [str(path) for path in sorted(SOURCES.glob("*.h"))]
+    """Return one extension for each cython/ROOM/*.pyx."""
+    headers = [str(path) for path in sorted(SOURCES.glob("*/*.h"))]
     return [
         Extension(
-            f"{PACKAGE}.{path.stem}",
+            f"{PACKAGE}.{path.parent.name}.{path.stem}",
             [str(path)],
-            include_dirs=[str(SOURCES)],
+            include_dirs=[str(path.parent)],
             depends=headers,
             extra_compile_args=COMPILE_ARGS,
             extra_link_args=LINK_ARGS,
         )
-        for path in sorted(SOURCES.glob("*.pyx"))
+        for path in sorted(SOURCES.glob("*/*.pyx"))
     ]
 
 
 setup(
-    packages=[PACKAGE],
+    packages=[PACKAGE, *(f"{PACKAGE}.{room}" for room in ROOMS)],
     package_data={PACKAGE: ["py.typed"]},
     ext_modules=extensions(),
     cmdclass={"build": Build, "build_py": BuildPy, "build_ext": BuildExt, "egg_info": EggInfo},

@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 FIRST_BUCKET = 1 << 20
 BUCKET = 25 << 20
 # What the transports cut buckets into, and how many chunks of a lane are in flight
-# (cython/iallreduce.pyx, cython/lanes.pyx).
+# (cython/transports/iallreduce.pyx, cython/transports/lanes.pyx).
 FLAT_CHUNK = 1 << 20
 LANE_CHUNK = 1 << 19
 WINDOW = 2
-# The engine thread naps up to 200 us between two looks at MPI (cython/engine.pyx), so a message
-# lies half of that on average before anybody notices.
+# The engine thread naps up to 200 us between two looks at MPI (cython/engine/engine.pyx), so a
+# message lies half of that on average before anybody notices.
 NAP = 100e-6
 
 ALGORITHMS = ("flat", "hierarchical", "ring")

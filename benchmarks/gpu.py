@@ -41,12 +41,14 @@ from torch import nn
 from workloads import MODELS, Workload
 
 import mpiddp
-from mpiddp import device_transports, doctor, transport
-from mpiddp.device_runtime import COPY_TO_DEVICE, COPY_TO_HOST, Event, Stream, runtime_of
-from mpiddp.engine import Channel, Engine
-from mpiddp.memory import BucketMemory, DeviceMemory
-from mpiddp.reduction import Reduction
-from mpiddp.staging import StagingTransport
+from mpiddp import doctor
+from mpiddp.engine.engine import Channel, Engine
+from mpiddp.engine.memory import BucketMemory, GpuMemory
+from mpiddp.engine.single_all_reduce import SingleAllReduce
+from mpiddp.gpu.runtime import COPY_TO_GPU, COPY_TO_HOST, Event, Stream, runtime_of
+from mpiddp.transports import choice as transport_choice
+from mpiddp.transports import gpu_choice
+from mpiddp.transports.gpu_staging import StagingTransport
 
 SIZES = (25, 100)  # MB, as in "a bucket of 25 MB": 1e6 bytes
 PIECE_BYTES = 2 << 20  # staging's
@@ -133,11 +135,11 @@ class Rates:
             HOST: self._reduction_on_host(),
         }
         self.ways[STAGING] = self._reduction_on_device(STAGING)
-        for name in (device_transports.DEVICE, device_transports.RING):
-            choice = device_transports.Choice(name, "simulated")
+        for name in (gpu_choice.DEVICE, gpu_choice.RING):
+            choice = gpu_choice.Choice(name, "simulated")
             if gpu.device.type == "cuda":
                 # Both may be worth knowing where the table says otherwise: a trial decides.
-                choice = device_transports.choose(MPI.COMM_WORLD, gpu.device, name)
+                choice = gpu_choice.choose(MPI.COMM_WORLD, gpu.device, name)
             if choice.name == name:
                 self.ways[name] = self._reduction_on_device(name)
             else:
@@ -146,7 +148,7 @@ class Rates:
     def _copies(self) -> Callable[[], None]:
         """Both ways at once, piece by piece, between the device and memory that is pinned."""
         gpu = self.gpu
-        on_device = torch.zeros(2, self.size, dtype=torch.uint8, device=gpu.device)
+        on_gpu = torch.zeros(2, self.size, dtype=torch.uint8, device=gpu.device)
         on_host = torch.zeros(2, self.size, dtype=torch.uint8)
         gpu.runtime.host_register(on_host.data_ptr(), on_host.nbytes)
         streams = [Stream(gpu.runtime, gpu.index) for _ in range(2)]
@@ -158,7 +160,7 @@ class Rates:
         def copy() -> None:
             for start, bytes_ in pieces:
                 for row, (to, source, kind) in enumerate(
-                    [(on_host, on_device, COPY_TO_HOST), (on_device, on_host, COPY_TO_DEVICE)]
+                    [(on_host, on_gpu, COPY_TO_HOST), (on_gpu, on_host, COPY_TO_GPU)]
                 ):
                     gpu.runtime.copy_async(
                         to[row].data_ptr() + start,
@@ -176,7 +178,7 @@ class Rates:
     def _reduction_on_host(self) -> Callable[[], None]:
         """The mean in host memory, in as many pieces as staging makes of it."""
         communicator = MPI.COMM_WORLD.Dup()
-        channel = transport.open_channel(self.engine, communicator, "auto")
+        channel = transport_choice.open_channel(self.engine, communicator, "auto")
         sizes = [PIECE_BYTES] * (self.size // PIECE_BYTES)
         if rest := self.size % PIECE_BYTES:
             sizes.append(rest)
@@ -194,14 +196,14 @@ class Rates:
         """The mean, from the bucket on the device and back, until a stream could go on."""
         communicator = MPI.COMM_WORLD.Dup()
         if name == STAGING:
-            inner = transport.open_channel(self.engine, communicator, "auto")
+            inner = transport_choice.open_channel(self.engine, communicator, "auto")
             staging = StagingTransport(inner, self.gpu.runtime, self.gpu.device)
             channel = self.engine.open_channel(staging, communicator)
         else:
-            made = device_transports.make_transport(name, communicator, self.gpu.device)
+            made = gpu_choice.make_transport(name, communicator, self.gpu.device)
             channel = self.engine.open_channel(made, communicator)
         [memory] = channel.allocate([self.size], [0])
-        assert isinstance(memory, DeviceMemory)
+        assert isinstance(memory, GpuMemory)
         reduction = self._reduction(channel, memory)
         back = Event(self.gpu.runtime, self.gpu.index)
 
@@ -214,9 +216,9 @@ class Rates:
 
         return reduce
 
-    def _reduction(self, channel: Channel, memory: BucketMemory) -> Reduction:
+    def _reduction(self, channel: Channel, memory: BucketMemory) -> SingleAllReduce:
         memory.buffer.view(torch.float32).fill_(MPI.COMM_WORLD.rank)
-        return Reduction(channel, memory, torch.float32, MPI.COMM_WORLD.size)
+        return SingleAllReduce(channel, memory, torch.float32, MPI.COMM_WORLD.size)
 
     def measure(self, seconds: float) -> Record:
         """Let the ways take turns for some time. Collective."""
@@ -248,7 +250,7 @@ class Rates:
         self.gpu.runtime.host_unregister(self._pinned.data_ptr())
 
 
-def _wait(reduction: Reduction) -> None:
+def _wait(reduction: SingleAllReduce) -> None:
     if not reduction.wait(TIMEOUT):
         raise TimeoutError(f"an all-reduce is not done after {TIMEOUT:g} s")
 
@@ -411,7 +413,7 @@ def main() -> int:
     stack = contextlib.ExitStack()
     device = doctor.find_gpu()
     if args.simulated:
-        sys.path.append(str(Path(__file__).parents[1] / "tests"))
+        sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
         from simulated_gpu import on_cpu_tensors
 
         stack.enter_context(on_cpu_tensors())

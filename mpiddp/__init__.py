@@ -11,11 +11,11 @@
 Importing this package does not initialise MPI.
 """
 
-from mpiddp.library_check import check_loaded_library as _check_loaded_library
-from mpiddp.library_check import check_torch as _check_torch
+from mpiddp.mpi.compatibility import check_loaded_library as _check_loaded_library
+from mpiddp.torch_internals.versions import check_torch as _check_torch
 
 try:
-    from mpiddp.library import compiled_against
+    from mpiddp.mpi.library import compiled_against
 except ModuleNotFoundError as _error:
     raise ImportError(
         f"mpiddp is not compiled in {__path__[0]}. If that is its source folder, run from "
@@ -27,24 +27,24 @@ _check_loaded_library()
 
 from torch.distributed import Backend as _Backend  # noqa: E402
 
-from mpiddp import compression, init_by_name, logger, monitored_barrier, split_group  # noqa: E402
-from mpiddp.distributed import DistributedDataParallel  # noqa: E402
-from mpiddp.rendezvous import (  # noqa: E402
+from mpiddp import compression  # noqa: E402
+from mpiddp.ddp import logger  # noqa: E402
+from mpiddp.ddp.sync_batch_norm import SyncBatchNorm  # noqa: E402
+from mpiddp.ddp.wrapper import DistributedDataParallel  # noqa: E402
+from mpiddp.mpi.nodes import Topology  # noqa: E402
+from mpiddp.rendezvous import patches as _patches  # noqa: E402
+from mpiddp.rendezvous.world import (  # noqa: E402
     BACKEND,
-    Topology,
     create_process_group,
     destroy_process_group,
     get_topology,
     init_process_group,
 )
-from mpiddp.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from mpiddp.version import __version__  # noqa: E402
 
 _Backend.register_backend(BACKEND, create_process_group, extended_api=True, devices=["cpu", "cuda"])
-init_by_name.install()
+_patches.install()
 logger.install()
-monitored_barrier.install()
-split_group.install()
 
 __all__ = [
     "DistributedDataParallel",

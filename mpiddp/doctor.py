@@ -12,16 +12,18 @@ from __future__ import annotations
 import platform
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING
 
 import torch
 
 import mpiddp
-from mpiddp import device_support, device_transports, transport
-from mpiddp.device_runtime import runtime_of
-from mpiddp.library import compiled_against, linked_version
+from mpiddp.gpu.runtime import runtime_of
+from mpiddp.mpi import nodes
+from mpiddp.mpi.library import compiled_against, linked_version
+from mpiddp.transports import choice as transport_choice
+from mpiddp.transports import gpu_choice, gpu_support
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -44,40 +46,40 @@ def report() -> list[str]:
     """Return the lines of the report. Collective over the world."""
     from mpi4py import MPI
 
-    vendor, version = compiled_against()
     world = MPI.COMM_WORLD
-    lines = [
+    return [line for part in REPORTS for line in part(world)]
+
+
+def _software(world: MPI.Comm) -> list[str]:
+    vendor, version = compiled_against()
+    return [
         f"mpiddp {metadata.version('mpiddp')}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
         f"MPI: compiled against {vendor} {version}, runs on "
         f"{linked_version().splitlines()[0].strip()}",
-        _ranks(world),
     ]
-    lines += _shared_memory(world)
-    lines += _gpu(world)
-    return lines
 
 
-def _ranks(world: MPI.Comm) -> str:
+def _ranks(world: MPI.Comm) -> list[str]:
     topology = mpiddp.get_topology()
     hosts = list(dict.fromkeys(world.allgather(socket.gethostname())))
     shown = ", ".join(hosts[:4]) + (", ..." if len(hosts) > 4 else "")
     cores = topology.local_core_count
-    return (
+    return [
         f"ranks: {topology.world_size} on {topology.node_count} "
         f"node{'s' if topology.node_count > 1 else ''} ({shown}); "
         f"{topology.local_world_size} on this one, with {cores} core{'s' if cores > 1 else ''}"
-    )
+    ]
 
 
 def _shared_memory(world: MPI.Comm) -> list[str]:
     """Say how gradients in CPU memory travel."""
-    name = transport.requested_transport(None)
+    name = transport_choice.requested_transport(None)
     if world.Get_size() == 1:
         return [f"gradients on the CPU: nothing travels in a world of one; asked for: {name}"]
-    from mpiddp import shared_memory
+    from mpiddp.transports import shared_memory
 
-    node = transport.ranks_of_node(world)
+    node = nodes.ranks_of_node(world)
     problem = ""
     try:
         if node.Get_size() > 1:
@@ -105,7 +107,7 @@ def _shared_memory(world: MPI.Comm) -> list[str]:
 
 def _gpu(world: MPI.Comm) -> list[str]:
     """Say what GPU there is and how gradients on it travel."""
-    asked = device_transports.requested_device_transport()
+    asked = gpu_choice.requested_gpu_transport()
     device = find_gpu()
     missing = [rank for rank, one in enumerate(world.allgather(device)) if one is None]
     if missing:
@@ -116,20 +118,20 @@ def _gpu(world: MPI.Comm) -> list[str]:
     assert device is not None
     runtime = runtime_of(device)
     assert runtime is not None
-    library = device_support.identify(linked_version())
-    answers = device_support.ask_library(runtime.prefix)
+    library = gpu_support.identify(linked_version())
+    answers = gpu_support.ask_library(runtime.prefix)
     said = ", ".join(f"{name}: {'yes' if yes else 'no'}" for name, yes in answers.items())
     lines = [
-        f"GPU: {_describe_gpu(device)}, {device_support.describe_runtime(runtime.prefix)}, "
+        f"GPU: {_describe_gpu(device)}, {gpu_support.describe_runtime(runtime.prefix)}, "
         f"functions of {runtime.library}",
-        f"GPU memory in MPI: {library}: {device_support.known_of(library).why}; "
+        f"GPU memory in MPI: {library}: {gpu_support.known_of(library).why}; "
         f"it says: {said or 'nothing'}",
     ]
     if world.Get_size() == 1:
-        ways, why = device_transports.candidates(device, asked)
-        names = " or ".join(ways) or device_transports.STAGING
+        ways, why = gpu_choice.candidates(device, asked)
+        names = " or ".join(ways) or gpu_choice.STAGING
         return [*lines, f"gradients on the GPU: nothing travels; in a larger world {names}: {why}"]
-    choice = device_transports.choose(world, device)
+    choice = gpu_choice.choose(world, device)
     return [*lines, f"gradients on the GPU: {choice.name}: {choice.reason}"]
 
 
@@ -146,6 +148,15 @@ def _describe_gpu(device: torch.device) -> str:
     count = torch.cuda.device_count()
     return f"{count} x {torch.cuda.get_device_name(device)}"
 
+
+# The parts of the report, in order: each says something on every rank, and rank 0 prints it. A new
+# diagnosis has its line here.
+REPORTS: list[Callable[[MPI.Comm], list[str]]] = [
+    _software,
+    _ranks,
+    _shared_memory,
+    _gpu,
+]
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

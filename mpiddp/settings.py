@@ -126,11 +126,11 @@ PROGRESS_THREAD: Setting[bool | None] = Setting(
 )
 KERNELS: Setting[str | None] = Setting(
     "MPIDDP_KERNELS",
-    "one of the names that mpiddp.kernels.available() returns, such as plain or avx2",
+    "one of the names that mpiddp.system.kernels.available() returns, such as plain or avx2",
     "the best that the processor can run",
     "Which SIMD instructions add gradients in shared memory. All give the same bits.",
     False,
-    # Which of them there are depends on the processor, which mpiddp.kernels asks.
+    # Which of them there are depends on the processor, which mpiddp.system.kernels asks.
     lambda text: text or None,
     None,
 )

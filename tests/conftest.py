@@ -5,12 +5,18 @@ Only tests marked `mpi` initialise MPI here; the others must not, they may start
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+
+# What tests import besides mpiddp; launch.py starts pytest there.
+if (support := str(Path(__file__).parent / "support")) not in sys.path:
+    sys.path.insert(0, support)
 
 # How long a collective waits in a test: less than the time limit of a test, so that a rank
 # that waits in vain says so itself.
@@ -56,7 +62,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.config.getoption("simulated_gpu"):
         from simulated_gpu import runtime
 
-        from mpiddp.device_runtime import register
+        from mpiddp.gpu.runtime import register
 
         register("cpu", runtime())
     yield

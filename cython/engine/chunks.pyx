@@ -1,0 +1,90 @@
+"""Cut jobs into chunks, for a transport that sends them: a window of chunks is in flight at once.
+
+Chunks start strictly in order of jobs and place, so that all ranks match them alike.
+"""
+
+from mpi4py.libmpi cimport MPI_SUCCESS
+
+from mpiddp.engine.interface cimport ChannelState, EngineState, Job, Transport, fail
+from mpiddp.system.kernels cimport ELEMENT_FLOAT64
+from mpiddp.system.posix cimport now, pthread_mutex_lock, pthread_mutex_unlock, store
+
+
+cdef void finish_chunk(EngineState *state, ChannelState *channel, size_t slot) noexcept nogil:
+    cdef Job *job = channel.slot_job[slot]
+    job.finished += channel.slot_count[slot]
+    channel.slot_job[slot] = NULL
+    channel.slots_used -= 1
+    channel.last_progress = now()
+    state.chunks += 1
+    state.thread_chunks += state.on_thread
+    if job.finished == job.count:
+        pthread_mutex_lock(&state.channels_lock)
+        channel.pending -= 1
+        state.pending -= 1
+        pthread_mutex_unlock(&state.channels_lock)
+        # Last: from here on the bucket may reuse or free the job.
+        store(&job.done, 1)
+
+
+cdef int finish_chunks(EngineState *state, ChannelState *channel) noexcept nogil:
+    """Test what is in flight; return how many chunks finished."""
+    cdef Transport *transport = channel.transport
+    cdef size_t slot
+    cdef int finished, code, advanced = 0
+    for slot in range(transport.slots):
+        if channel.slot_job[slot] == NULL:
+            continue
+        finished = 0
+        code = transport.test(transport, slot, &finished)
+        if code != MPI_SUCCESS:
+            fail(channel, code)
+            return advanced
+        if finished:
+            finish_chunk(state, channel, slot)
+            advanced += 1
+    return advanced
+
+
+cdef int start_chunks(EngineState *state, ChannelState *channel) noexcept nogil:
+    """Fill the window from the head of the channel; return how many chunks started."""
+    cdef Transport *transport = channel.transport
+    cdef Job *job
+    cdef size_t slot, count, bytes_sent
+    cdef int code, advanced = 0
+    for slot in range(transport.slots):
+        if channel.slot_job[slot] != NULL:
+            continue
+        pthread_mutex_lock(&state.channels_lock)
+        job = channel.head
+        pthread_mutex_unlock(&state.channels_lock)
+        if job == NULL:
+            return advanced
+        # 16-bit elements travel as float32, see Note [Sums of 16-bit gradients].
+        bytes_sent = 8 if job.element == ELEMENT_FLOAT64 else 4
+        count = min(job.count - job.started, transport.chunk_bytes // bytes_sent)
+        code = transport.start(transport, slot, job, job.started, count)
+        if code != MPI_SUCCESS:
+            fail(channel, code)
+            return advanced
+        channel.slot_job[slot] = job
+        channel.slot_count[slot] = count
+        channel.slots_used += 1
+        job.started += count
+        advanced += 1
+        if job.started == job.count:
+            pthread_mutex_lock(&state.channels_lock)
+            channel.head = job.next
+            if channel.head == NULL:
+                channel.tail = NULL
+            pthread_mutex_unlock(&state.channels_lock)
+    return advanced
+
+
+cdef int move_chunks(EngineState *state, ChannelState *channel) noexcept nogil:
+    cdef int advanced = 0
+    if channel.slots_used:
+        advanced = finish_chunks(state, channel)
+    if channel.head != NULL and not channel.failure:
+        advanced += start_chunks(state, channel)
+    return advanced

@@ -1,0 +1,30 @@
+from mpiddp.engine.interface cimport ChannelState, EngineState, Job, Transport
+
+
+cdef enum WaitStatus:
+    WAIT_DONE
+    WAIT_TIMED_OUT
+
+
+cdef class Engine:
+    cdef EngineState *state
+    cdef bint threaded
+    cdef list channels
+    cdef int process_id
+
+    cdef _stop_thread(self)
+    cdef int step(self) noexcept nogil
+
+
+cdef class Channel:
+    cdef readonly Engine engine
+    cdef readonly object transport
+    cdef readonly object communicator
+    cdef readonly object device     # a torch.device where buckets are, None for the CPU
+    cdef readonly bint closed
+    cdef ChannelState state
+
+    cdef int submit(self, Job *job) except -1
+    cdef WaitStatus wait(self, Job *job, double timeout) except *
+    cdef WaitStatus wait_until(self, Job *job, double deadline, double patience) except *
+    cdef void poke(self) noexcept nogil

@@ -1,0 +1,29 @@
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mpiddp.engine.memory import BucketMemory
+
+class Engine:
+    def __init__(self, *, threaded: bool = True) -> None: ...
+    def open_channel(self, transport: Any | None, communicator: Any = None) -> Channel: ...
+    def close_channel(self, channel: Channel) -> None: ...
+    def stop(self) -> None: ...
+    @property
+    def has_thread(self) -> bool: ...
+    def progress(self) -> None: ...
+    @property
+    def counters(self) -> dict[str, int]: ...
+
+class Channel:
+    engine: Engine
+    transport: Any | None
+    communicator: Any
+    device: torch.device | None
+    closed: bool
+    @property
+    def idle(self) -> bool: ...
+    def allocate(
+        self, sizes: Sequence[int], tails: Sequence[int] | None = None
+    ) -> list[BucketMemory]: ...

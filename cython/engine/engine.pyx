@@ -1,0 +1,296 @@
+"""Run channels of all-reduces in order, on one thread that never spins.
+
+The engine owns all gradient traffic of a process. It knows channels, chunks and
+time; it knows neither autograd nor which MPI call a transport makes.
+
+Note [Who makes progress] is in progress.pyx.
+
+"""
+
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdlib cimport calloc, free
+from posix.time cimport CLOCK_MONOTONIC
+
+from mpi4py.libmpi cimport MPI_COMM_NULL, MPI_Comm
+
+from mpiddp.engine.forks cimport is_child
+from mpiddp.engine.progress cimport SIGNAL_CHECK, drive, engine_thread, enqueue, step_channels
+from mpiddp.mpi.errors cimport check, check_errno
+from mpiddp.system.posix cimport (
+    create_thread_without_signals, getpid, load, now, pthread_cond_destroy, pthread_cond_init,
+    pthread_cond_signal, pthread_condattr_destroy, pthread_condattr_init,
+    pthread_condattr_setclock, pthread_condattr_t, pthread_join, pthread_mutex_destroy,
+    pthread_mutex_init, pthread_mutex_lock, pthread_mutex_trylock, pthread_mutex_unlock, store,
+)
+from mpiddp.engine.forks import check as check_process
+from mpiddp.engine.memory import allocate_private
+
+
+cdef class Engine:
+    """The progress engine of a process.
+
+    Not collective.
+
+    Args:
+        threaded: whether a thread of its own makes progress; without it progress
+            is made by `Channel.poke` and while waiting.
+
+    Raises:
+        OSError: the thread cannot be created.
+    """
+
+    def __cinit__(self, *, bint threaded=True):
+        cdef pthread_condattr_t attributes
+        self.threaded = threaded
+        self.channels = []
+        self.process_id = getpid()
+        self.state = <EngineState *>calloc(1, sizeof(EngineState))
+        if self.state == NULL:
+            raise MemoryError
+        check_errno(pthread_mutex_init(&self.state.channels_lock, NULL), "pthread_mutex_init")
+        check_errno(pthread_mutex_init(&self.state.progress_lock, NULL), "pthread_mutex_init")
+        check_errno(pthread_condattr_init(&attributes), "pthread_condattr_init")
+        check_errno(
+            pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC), "pthread_condattr_setclock"
+        )
+        check_errno(pthread_cond_init(&self.state.wake, &attributes), "pthread_cond_init")
+        pthread_condattr_destroy(&attributes)
+
+    def __dealloc__(self):
+        if self.state == NULL:
+            return
+        if self.process_id == getpid():
+            self._stop_thread()
+            pthread_cond_destroy(&self.state.wake)
+            pthread_mutex_destroy(&self.state.progress_lock)
+            pthread_mutex_destroy(&self.state.channels_lock)
+        free(self.state)
+
+    def open_channel(self, transport, communicator=None):
+        """Add a channel and return it.
+
+        Not collective (making the transport's communicator was).
+
+        Args:
+            transport: an object with a C ``Transport``, or None in a world of one.
+            communicator: the mpi4py communicator below the transport; kept alive,
+                and named in errors.
+        """
+        cdef Channel channel = Channel.__new__(Channel)
+        channel.engine = self
+        channel.transport = transport
+        channel.communicator = communicator
+        channel.device = getattr(transport, "device", None)
+        if transport is not None:
+            channel.state.transport = <Transport *><size_t>transport.address
+        pthread_mutex_lock(&self.state.progress_lock)
+        pthread_mutex_lock(&self.state.channels_lock)
+        channel.state.next = self.state.channels
+        self.state.channels = &channel.state
+        pthread_mutex_unlock(&self.state.channels_lock)
+        pthread_mutex_unlock(&self.state.progress_lock)
+        self.channels.append(channel)
+        if (
+            self.threaded and not self.state.running and channel.state.transport != NULL
+            and channel.state.transport.wants_thread
+        ):
+            check_errno(
+                create_thread_without_signals(&self.state.thread, engine_thread, self.state),
+                "pthread_create",
+            )
+            self.state.running = 1
+        return channel
+
+    def close_channel(self, Channel channel not None):
+        """Remove an idle channel, so that its communicator may be freed, and the one below it.
+
+        Not collective.
+
+        Raises:
+            RuntimeError: the channel has a job in flight.
+        """
+        cdef ChannelState **link
+        if channel.state.pending:
+            raise RuntimeError("cannot close a channel with all-reduces in flight")
+        pthread_mutex_lock(&self.state.progress_lock)
+        pthread_mutex_lock(&self.state.channels_lock)
+        link = &self.state.channels
+        while link[0] != NULL:
+            if link[0] == &channel.state:
+                link[0] = channel.state.next
+                break
+            link = &link[0].next
+        pthread_mutex_unlock(&self.state.channels_lock)
+        pthread_mutex_unlock(&self.state.progress_lock)
+        channel.state.transport = NULL
+        channel.closed = True
+        self.channels.remove(channel)
+        inner = getattr(channel.transport, "inner", None)
+        if inner is not None:
+            self.close_channel(inner)
+
+    def stop(self):
+        """Stop the thread and forget the channels; what is in flight is abandoned.
+
+        Not collective. Harmless when called twice, and in a forked child, where
+        the thread does not exist.
+        """
+        if self.process_id == getpid():
+            self._stop_thread()
+            pthread_mutex_lock(&self.state.progress_lock)
+            self.state.channels = NULL
+            self.state.pending = 0
+            pthread_mutex_unlock(&self.state.progress_lock)
+
+    cdef _stop_thread(self):
+        if not self.state.running:
+            return
+        pthread_mutex_lock(&self.state.channels_lock)
+        self.state.stop = 1
+        pthread_cond_signal(&self.state.wake)
+        pthread_mutex_unlock(&self.state.channels_lock)
+        with nogil:
+            pthread_join(self.state.thread, NULL)
+        self.state.running = 0
+        self.state.stop = 0
+
+    @property
+    def has_thread(self):
+        """Whether the engine thread runs."""
+        return bool(self.state.running)
+
+    @property
+    def counters(self):
+        """What the engine has done with gradients since it was made, by name.
+
+        ``submitted``: all-reduces; ``chunks``: chunks that finished, of which ``thread_chunks`` on
+        the engine thread; ``naps``: times that thread slept.
+        """
+        return {
+            "submitted": self.state.submitted,
+            "chunks": self.state.chunks,
+            "thread_chunks": self.state.thread_chunks,
+            "naps": self.state.naps,
+        }
+
+    def progress(self):
+        """Take one step, if nobody else is at it. Not collective."""
+        self.step()
+
+    cdef int step(self) noexcept nogil:
+        cdef int advanced = 0
+        if not is_child() and pthread_mutex_trylock(&self.state.progress_lock) == 0:
+            advanced = step_channels(self.state, False)
+            pthread_mutex_unlock(&self.state.progress_lock)
+        return advanced
+
+
+cdef class Channel:
+    """An ordered channel of all-reduces over one communicator. Made by `Engine.open_channel`."""
+
+    @property
+    def idle(self):
+        """Whether everything submitted here is done and nothing has failed."""
+        return self.state.pending == 0 and not self.state.failure
+
+    cdef int submit(self, Job *job) except -1:
+        """Queue `job`; its memory belongs to the engine until it is done."""
+        cdef EngineState *state = self.engine.state
+        if is_child():
+            check_process("an all-reduce of gradients")
+        if self.state.failure:
+            self._raise_failure()
+        if self.closed:
+            raise RuntimeError("the process group of this module has been destroyed")
+        if self.state.transport == NULL or not self.state.transport.quiet:
+            state.submitted += 1
+        if self.state.transport == NULL or job.count == 0:
+            store(&job.done, 1)
+        else:
+            enqueue(state, &self.state, job)
+        return 0
+
+    cdef WaitStatus wait(self, Job *job, double timeout) except *:
+        """Drive the engine until `job` is done.
+
+        `timeout` counts, in seconds, from the last chunk that finished here: for all-reduces of one
+        module, which follow one another.
+        """
+        return self.wait_until(job, now(), timeout)
+
+    cdef WaitStatus wait_until(self, Job *job, double deadline, double patience) except *:
+        """Drive the engine until `job` is done or it is later than `deadline`.
+
+        With `patience`, it must also be so many seconds since the last chunk that finished here,
+        and since `deadline`. Without, what others have submitted here does not count.
+        """
+        cdef EngineState *state = self.engine.state
+        cdef ChannelState *channel = &self.state
+        cdef double until
+        cdef int ended = load(&job.done)
+        if ended:
+            return WAIT_DONE
+        if is_child():
+            check_process("the wait for an all-reduce")
+        with nogil:
+            pthread_mutex_lock(&state.channels_lock)
+            state.waiters += 1
+            pthread_mutex_unlock(&state.channels_lock)
+        try:
+            while not ended:
+                until = deadline
+                if patience:
+                    until = max(deadline, channel.last_progress) + patience
+                with nogil:
+                    ended = drive(state, channel, job, min(until, now() + SIGNAL_CHECK))
+                if not ended:
+                    PyErr_CheckSignals()
+                    if patience:
+                        until = max(deadline, channel.last_progress) + patience
+                    if now() > until:
+                        return WAIT_TIMED_OUT
+        finally:
+            pthread_mutex_lock(&state.channels_lock)
+            state.waiters -= 1
+            if state.asleep and state.pending:
+                pthread_cond_signal(&state.wake)
+            pthread_mutex_unlock(&state.channels_lock)
+        if channel.failure:
+            self._raise_failure()
+        return WAIT_DONE
+
+    cdef void poke(self) noexcept nogil:
+        """Take one step of progress where no thread does it."""
+        if self.state.pending and not (
+            self.engine.state.running and self.state.transport.wants_thread
+        ):
+            self.engine.step()
+
+    def allocate(self, sizes, tails=None):
+        """Return a `BucketMemory` for each of `sizes` in bytes, a `GpuMemory` on a device.
+
+        Collective.
+
+        Args:
+            sizes: of the buckets, gradients and tails.
+            tails: how much of each, at its end, has its place in host memory. On the CPU all
+                has, and this is ignored.
+
+        Raises:
+            OSError: some rank has too little memory; raised on all ranks.
+        """
+        if self.transport is None:
+            return allocate_private(sizes)
+        if self.device is None:
+            return self.transport.allocate(sizes)
+        return self.transport.allocate(sizes, tails)
+
+    def _raise_failure(self):
+        cdef MPI_Comm comm = MPI_COMM_NULL
+        # Codes of another library than MPI.
+        raise_failure = getattr(self.transport, "raise_failure", None)
+        if raise_failure is not None:
+            raise_failure(self.state.failure, self.state.failed_call)
+        if self.communicator is not None:
+            comm = <MPI_Comm><size_t>self.communicator.handle
+        check(self.state.failure, self.state.failed_call, comm)

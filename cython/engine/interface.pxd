@@ -1,0 +1,103 @@
+# The C interface between the engine, its clients and the transports. No Python.
+
+from mpiddp.system.kernels cimport ElementType
+from mpiddp.system.posix cimport pthread_cond_t, pthread_mutex_t, pthread_t
+
+
+cdef struct Job:
+    # The all-reduce of one bucket. Owned by the bucket, lent to the engine from
+    # submit until `done`.
+    char *data              # summed and divided in place; on a device, without the tail
+    size_t count            # elements
+    ElementType element
+    double divisor          # what the sum over ranks is divided by
+    size_t started          # elements handed to the transport so far
+    size_t finished         # elements that hold the mean
+    void *context           # what the transport keeps with the bucket's memory
+    void *stream            # of the device, on which `data` is filled; NULL is the default one
+    int done                # read and written with load/store below
+    Job *next
+
+
+cdef enum Advance:
+    # What `advance` says of a job.
+    ADVANCE_BLOCKED         # other ranks are not there yet, nor for any later job
+    ADVANCE_PENDING         # waiting for others
+    ADVANCE_SOME            # something was done, more is left
+    ADVANCE_DONE            # the bucket holds the mean
+    ADVANCE_FAILED          # MPI returned an error: `code` and `call` of the transport
+
+
+cdef struct Transport:
+    # What the engine knows of a way to reduce. Each transport's own struct has this one as
+    # its first member. A transport either sends chunks (`start`, `test`: they return an MPI
+    # error code and leave the call's name in `call`), and the engine cuts the job and keeps
+    # the window; or it moves whole jobs by itself (`announce`, `poll`, `advance`).
+    size_t slots            # chunks that may be in flight at once, at most MAX_SLOTS
+    size_t chunk_bytes      # size of one chunk as it is sent
+    const char *call
+    int (*start)(
+        Transport *transport, size_t slot, Job *job, size_t offset, size_t count
+    ) noexcept nogil
+    int (*test)(Transport *transport, size_t slot, int *finished) noexcept nogil
+    int code                # of a call that failed in `advance`
+    # See which messages have arrived; called before `advance`. May be NULL.
+    int (*poll)(Transport *transport, int *advanced) noexcept nogil
+    # Tell the other ranks that this one has filled the bucket; on the submitting thread.
+    void (*announce)(Transport *transport, Job *job) noexcept nogil
+    # `helping`: this rank has nothing else to do, so take over what others have not begun.
+    Advance (*advance)(Transport *transport, Job *job, int helping) noexcept nogil
+    # Called when a job that was advanced is done; the job itself may be gone. May be NULL.
+    void (*finished)(Transport *transport) noexcept nogil
+    # How to wait for other ranks: take a ticket, look, and if nothing has moved, sleep until
+    # something has since the ticket was taken, or the time is over. NULL: by the clock only.
+    unsigned int (*take_ticket)(Transport *transport) noexcept nogil
+    void (*sleep)(Transport *transport, unsigned int ticket, double seconds) noexcept nogil
+    # Whether the engine thread need not be woken at once: most jobs are waited for by then.
+    int quiet
+    int wants_thread        # whether the engine thread serves it, if there is one
+    int crowded             # whether waiting ranks have fewer cores than they are
+
+
+cdef enum:
+    MAX_SLOTS = 16
+
+
+cdef struct ChannelState:
+    # One ordered channel of jobs, with its own communicator below the transport:
+    # chunks start strictly in order, so all ranks match them alike.
+    Transport *transport    # NULL in a world of one: a job is done when submitted
+    Job *head              # oldest job that has chunks to start
+    Job *tail
+    Job *slot_job[MAX_SLOTS]
+    size_t slot_count[MAX_SLOTS]
+    size_t slots_used
+    size_t pending          # jobs submitted and not done
+    int failure             # first MPI error code, 0 while all is well
+    const char *failed_call
+    double last_progress    # seconds on the monotonic clock
+    ChannelState *next
+
+
+cdef struct EngineState:
+    pthread_mutex_t channels_lock      # guards channels and counts; held for nanoseconds
+    pthread_mutex_t progress_lock   # held by whoever calls MPI
+    pthread_cond_t wake             # there are jobs, a waiter left, or stop
+    pthread_t thread
+    int running
+    int stop
+    int waiters
+    int asleep                      # until woken, not for a nap
+    double alert_until              # after a quiet submission: naps instead of sleeping
+    size_t pending                  # jobs submitted and not done, all channels
+    ChannelState *channels
+    size_t submitted                # the rest: counters, for tests and debugging
+    size_t chunks
+    size_t naps
+    size_t thread_chunks
+    int on_thread                   # whether the current step runs on the engine thread
+
+
+cdef inline void fail(ChannelState *channel, int code) noexcept nogil:
+    channel.failed_call = channel.transport.call
+    channel.failure = code

@@ -1,0 +1,18 @@
+cdef class BucketMemory:
+    cdef readonly object buffer     # 1-D uint8 tensor, zeros
+    cdef readonly object owner      # what `context` points into
+    cdef void *context              # what the transport knows of this memory, or NULL
+
+
+cdef class GpuMemory(BucketMemory):
+    # Of a bucket on a device. `buffer` is there and holds the gradients only; what comes behind
+    # them, the tail, is in host memory, where a rank writes it before it submits the job, and
+    # reads it when the job is done.
+    cdef char *host_tail
+    cdef readonly object tail           # 1-D uint8 tensor on the CPU: what `host_tail` points to
+    # Whether the gradients must be divided before the a job is submitted; the tail never is.
+    cdef readonly bint divides_before
+
+    # Let what comes later on the stream wait for the means. After the job is done, from any
+    # thread; the host does not wait.
+    cpdef int wait_on(self, size_t stream) except -1

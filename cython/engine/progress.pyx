@@ -1,0 +1,228 @@
+"""Move the jobs of all channels along: on the engine's thread, or on one that waits.
+
+Note [Who makes progress]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+MPI moves a nonblocking collective only while somebody is inside MPI. Exactly one
+thread at a time is that somebody, the holder of `progress_lock`:
+
+* the engine thread, while backward runs. Between steps it naps, because a thread
+  that spins takes a core from the backward that it is meant to overlap with. The
+  nap doubles while nothing finishes, until all waking in vain takes a hundredth of a
+  core at most, and is cut short when a job is submitted.
+* the thread that waits at the end of backward. It announces itself (`waiters`),
+  the engine thread goes to sleep, and the waiter tests without naps at first: it
+  spins briefly, then yields, then sleeps, so that ranks that outnumber the cores
+  do not burn each other's time.
+* without an engine thread, each hook takes one step (`poke`).
+"""
+
+
+from mpi4py.libmpi cimport MPI_SUCCESS
+
+from mpiddp.engine.chunks cimport move_chunks
+from mpiddp.engine.interface cimport (
+    ADVANCE_BLOCKED, ADVANCE_DONE, ADVANCE_FAILED, ADVANCE_PENDING, Advance, Transport, fail,
+)
+from mpiddp.system.posix cimport (
+    ask_for_slices, load, name_thread, now, processor_time, pthread_cond_signal,
+    pthread_cond_wait, pthread_mutex_lock, pthread_mutex_trylock, pthread_mutex_unlock,
+    sched_yield, store, wait_for_signal,
+)
+from mpiddp.system.waiting cimport YIELD, give_way, sleep_after
+
+
+# How long to nap and wait, in seconds; design.md has the measurements behind them.
+cdef double NAP_SHORTEST = 50e-6
+cdef double NAP_LONGEST = 200e-6
+cdef double NAP_LIMIT = 1e-3
+cdef double NAPS_TO_WAKING = 100
+cdef double SPIN_BEFORE_SLEEP = 50e-6
+cdef double SIGNAL_CHECK = 0.1
+cdef double ALERT = 10e-3
+
+
+cdef enum:
+    # The shortest that Linux grants: a backward on the same core is interrupted at once, instead
+    # of 3 ms later, when a message has come.
+    SLICE_NANOSECONDS = 100000
+
+
+cdef int job_is_done(Job *job) noexcept nogil:
+    return load(&job.done)
+
+
+cdef int advance_jobs(EngineState *state, ChannelState *channel, int helping) noexcept nogil:
+    """Let a transport move its jobs; return how many steps they took."""
+    cdef Transport *transport = channel.transport
+    cdef Job *job
+    cdef Job *previous = NULL
+    cdef Job *following
+    cdef Advance status
+    cdef int code, advanced = 0
+    if transport.poll != NULL:
+        code = transport.poll(transport, &advanced)
+        if code != MPI_SUCCESS:
+            fail(channel, code)
+            return advanced
+    pthread_mutex_lock(&state.channels_lock)
+    job = channel.head
+    pthread_mutex_unlock(&state.channels_lock)
+    while job != NULL:
+        status = transport.advance(transport, job, helping)
+        if status == ADVANCE_FAILED:
+            fail(channel, transport.code)
+            return advanced
+        if status == ADVANCE_BLOCKED:
+            return advanced
+        pthread_mutex_lock(&state.channels_lock)
+        following = job.next
+        if status == ADVANCE_DONE:
+            if previous == NULL:
+                channel.head = following
+            else:
+                previous.next = following
+            if following == NULL:
+                channel.tail = previous
+            channel.pending -= 1
+            if transport.wants_thread:
+                state.pending -= 1
+        pthread_mutex_unlock(&state.channels_lock)
+        if status == ADVANCE_DONE:
+            channel.last_progress = now()
+            if not transport.quiet:
+                state.chunks += 1
+                state.thread_chunks += state.on_thread
+            store(&job.done, 1)
+            if transport.finished != NULL:
+                transport.finished(transport)
+        else:
+            previous = job
+        advanced += status != ADVANCE_PENDING
+        job = following
+    return advanced
+
+
+cdef int step_channels(EngineState *state, int helping) noexcept nogil:
+    """Take one step on every channel. The caller holds `progress_lock`."""
+    cdef ChannelState *channel = state.channels
+    cdef int advanced = 0
+    while channel != NULL:
+        if channel.pending and not channel.failure:
+            if channel.transport.advance != NULL:
+                advanced += advance_jobs(state, channel, helping)
+            else:
+                advanced += move_chunks(state, channel)
+        channel = channel.next
+    return advanced
+
+
+cdef void enqueue(EngineState *state, ChannelState *channel, Job *job) noexcept nogil:
+    cdef Transport *transport = channel.transport
+    job.started = 0
+    job.finished = 0
+    job.next = NULL
+    store(&job.done, 0)
+    if transport.announce != NULL:
+        transport.announce(transport, job)
+    pthread_mutex_lock(&state.channels_lock)
+    if channel.tail == NULL:
+        channel.head = job
+    else:
+        channel.tail.next = job
+    channel.tail = job
+    channel.pending += 1
+    if transport.wants_thread:
+        state.pending += 1
+        if transport.quiet:
+            state.alert_until = now() + ALERT
+        if state.running and not state.waiters and (state.asleep or not transport.quiet):
+            pthread_cond_signal(&state.wake)
+    pthread_mutex_unlock(&state.channels_lock)
+
+
+cdef void *engine_thread(void *argument) noexcept nogil:
+    cdef EngineState *state = <EngineState *>argument
+    cdef double nap = NAP_SHORTEST
+    cdef double longest = NAP_LONGEST
+    cdef double ran = processor_time()
+    cdef double running, waking = 0
+    cdef int advanced
+    name_thread("mpiddp engine")
+    ask_for_slices(SLICE_NANOSECONDS)
+    pthread_mutex_lock(&state.channels_lock)
+    while not state.stop:
+        if state.waiters or not state.pending:
+            if now() < state.alert_until:
+                wait_for_signal(&state.wake, &state.channels_lock, NAP_LONGEST)
+            else:
+                state.asleep = 1
+                pthread_cond_wait(&state.wake, &state.channels_lock)
+                state.asleep = 0
+            nap = NAP_SHORTEST
+            ran = processor_time()
+            continue
+        pthread_mutex_unlock(&state.channels_lock)
+        advanced = 0
+        if pthread_mutex_trylock(&state.progress_lock) == 0:
+            state.on_thread = 1
+            advanced = step_channels(state, False)
+            state.on_thread = 0
+            pthread_mutex_unlock(&state.progress_lock)
+        running = processor_time()
+        if advanced:
+            nap = NAP_SHORTEST
+        else:
+            # What one wake-up costs, averaged over the last few.
+            waking += 0.2 * (running - ran - waking)
+            longest = min(max(NAPS_TO_WAKING * waking, NAP_LONGEST), NAP_LIMIT)
+            nap = min(2 * nap, longest)
+        ran = running
+        pthread_mutex_lock(&state.channels_lock)
+        if not state.stop and not state.waiters:
+            state.naps += 1
+            wait_for_signal(&state.wake, &state.channels_lock, nap)
+    pthread_mutex_unlock(&state.channels_lock)
+    return NULL
+
+
+cdef void relax(
+    EngineState *state, Transport *transport, unsigned int ticket, double idle
+) noexcept nogil:
+    """Give the core away; where other ranks wake this one, as soon as spinning does not pay."""
+    if transport.sleep != NULL and not state.pending:
+        # No messages to move: another rank's bell is all that this one waits for.
+        if transport.crowded or idle > SPIN_BEFORE_SLEEP:
+            transport.sleep(transport, ticket, SIGNAL_CHECK)
+    elif transport.sleep != NULL and idle > YIELD:
+        transport.sleep(transport, ticket, sleep_after(idle))
+    else:
+        give_way(idle)
+
+
+cdef int drive(
+    EngineState *state, ChannelState *channel, Job *job, double until
+) noexcept nogil:
+    """Make progress until `job` is done, its channel failed, or `until` passed."""
+    cdef Transport *transport = channel.transport
+    cdef double idle_since = now()
+    cdef double time
+    cdef unsigned int ticket = 0
+    cdef int advanced
+    while not load(&job.done) and not channel.failure:
+        if transport.take_ticket != NULL:
+            ticket = transport.take_ticket(transport)
+        # If another thread is at it, nothing was looked at: do not sleep.
+        advanced = 1
+        if pthread_mutex_trylock(&state.progress_lock) == 0:
+            advanced = step_channels(state, True)
+            pthread_mutex_unlock(&state.progress_lock)
+        else:
+            sched_yield()
+        time = now()
+        if time > until:
+            return 0
+        if advanced:
+            idle_since = time
+        else:
+            relax(state, transport, ticket, time - idle_since)
+    return 1

@@ -1,0 +1,278 @@
+"""MPI requests of single operations: waited for by a thread, or moved along by the engine.
+
+A collective that the caller waits for at once is tested by the caller and by nobody else.
+One that shall make progress meanwhile is submitted to the engine, whose thread tests it
+together with the buckets of gradients.
+"""
+
+from cpython.exc cimport PyErr_CheckSignals
+from posix.time cimport CLOCK_MONOTONIC, timespec
+
+from mpi4py.libmpi cimport (
+    MPI_BYTE,
+    MPI_COMM_NULL,
+    MPI_Comm,
+    MPI_Count,
+    MPI_Get_elements_x,
+    MPI_Request,
+    MPI_SUCCESS,
+    MPI_Test,
+)
+
+from mpiddp.engine.engine cimport WAIT_DONE, Engine
+from mpiddp.engine.forks cimport is_child
+from mpiddp.engine.interface cimport ADVANCE_DONE, ADVANCE_PENDING, Advance, Job, Transport
+from mpiddp.mpi.errors cimport check, check_errno
+from mpiddp.system.posix cimport (
+    as_timespec, getpid, load, now, pthread_cond_broadcast, pthread_cond_destroy,
+    pthread_cond_init, pthread_cond_timedwait, pthread_condattr_destroy, pthread_condattr_init,
+    pthread_condattr_setclock, pthread_condattr_t, pthread_mutex_destroy, pthread_mutex_init,
+    pthread_mutex_lock, pthread_mutex_unlock, sched_yield, sleep_for,
+)
+from mpiddp.system.waiting cimport SPIN, sleep_after
+from mpiddp.engine.forks import check as check_process
+
+
+cdef double SIGNAL_CHECK = 0.1
+
+# A collective may need hundreds of MPI_Test, one for each segment that goes on its way (MPI_Ireduce
+# in Open MPI does), and which of them helped cannot be seen. So a caller with nothing else to do
+# yields for longer than the engine before it sleeps, and after each sleep tests for a while.
+cdef double YIELD = 20e-3
+cdef double AWAKE = 100e-6
+
+# Operations that nobody waits for any more: MPI may still use their memory, and the engine them.
+_abandoned = []
+
+
+cdef Advance advance(Transport *transport, Job *job, int helping) noexcept nogil:
+    """Test one submitted request; one that failed is done, and the others go on."""
+    cdef RequestState *state = <RequestState *>job.context
+    cdef int finished = 0
+    state.code = MPI_Test(&state.request, &finished, &state.status)
+    if finished or state.code != MPI_SUCCESS:
+        return ADVANCE_DONE
+    return ADVANCE_PENDING
+
+
+cdef void finished(Transport *transport) noexcept nogil:
+    cdef RequestsState *state = <RequestsState *>transport
+    pthread_mutex_lock(&state.lock)
+    state.finished += 1
+    if state.watchers:
+        pthread_cond_broadcast(&state.changed)
+    pthread_mutex_unlock(&state.lock)
+
+
+cdef int drive(RequestState *state, Engine engine, double idle_since, double until) noexcept nogil:
+    """Test a request until it has ended; return 0 if `until` passed before."""
+    cdef int finished = 0
+    cdef double time, slept = 0.0
+    while True:
+        state.code = MPI_Test(&state.request, &finished, &state.status)
+        if finished or state.code != MPI_SUCCESS:
+            return 1
+        time = now()
+        # Other ranks may wait for a bucket of this one before they come here.
+        if engine.step():
+            idle_since = time
+        if time > until:
+            return 0
+        if time - idle_since < SPIN:
+            continue
+        if time - idle_since < YIELD or time - slept < AWAKE:
+            sched_yield()
+        else:
+            sleep_for(sleep_after(time - idle_since))
+            slept = now()
+
+
+cdef class Requests:
+    """The requests of a process's collectives that are on their way.
+
+    Not collective.
+
+    Args:
+        engine: moves what is submitted.
+        crowded: whether waiting ranks have fewer cores than they are: then nobody spins.
+    """
+
+    def __cinit__(self, Engine engine not None, *, bint crowded):
+        cdef pthread_condattr_t attributes
+        self.engine = engine
+        self.crowded = crowded
+        self.process_id = getpid()
+        self.state.transport.wants_thread = True
+        self.state.transport.quiet = True
+        self.state.transport.call = "MPI_Test"
+        self.state.transport.advance = advance
+        self.state.transport.finished = finished
+        check_errno(pthread_mutex_init(&self.state.lock, NULL), "pthread_mutex_init")
+        check_errno(pthread_condattr_init(&attributes), "pthread_condattr_init")
+        check_errno(
+            pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC), "pthread_condattr_setclock"
+        )
+        check_errno(pthread_cond_init(&self.state.changed, &attributes), "pthread_cond_init")
+        pthread_condattr_destroy(&attributes)
+
+    def __dealloc__(self):
+        if self.process_id == getpid():
+            pthread_cond_destroy(&self.state.changed)
+            pthread_mutex_destroy(&self.state.lock)
+
+    def submit(self, Pending pending not None):
+        """Let the engine move a request along. Not collective.
+
+        The first call starts the engine's thread, if it is to have one.
+
+        Raises:
+            RuntimeError: the engine has stopped.
+        """
+        if self.channel is None:
+            self.channel = self.engine.open_channel(self)
+        pending.state.job.count = 1
+        pending.state.job.context = &pending.state
+        pending.channel = self.channel
+        self.channel.submit(&pending.state.job)
+
+    def watch(self, unsigned int ticket, double seconds):
+        """Sleep until some submitted request has finished since `ticket` was taken, or woken.
+
+        Makes no progress by itself. Not collective.
+
+        Returns:
+            A new ticket.
+        """
+        cdef timespec until = as_timespec(now() + seconds)
+        with nogil:
+            pthread_mutex_lock(&self.state.lock)
+            self.state.watchers += 1
+            while self.state.finished == ticket:
+                if pthread_cond_timedwait(&self.state.changed, &self.state.lock, &until):
+                    break
+            self.state.watchers -= 1
+            ticket = self.state.finished
+            pthread_mutex_unlock(&self.state.lock)
+        return ticket
+
+    def wake(self):
+        """Let all that `watch` return. Not collective."""
+        finished(&self.state.transport)
+
+    @property
+    def ticket(self):
+        """For `watch`: says which requests had finished by now."""
+        return self.state.finished
+
+    @property
+    def address(self):
+        """Where the engine finds the C ``Transport``."""
+        return <size_t>&self.state.transport
+
+
+cdef class Pending:
+    """One nonblocking MPI operation.
+
+    Not collective.
+
+    Args:
+        requests: those of the process.
+        request: mpi4py's object, which nobody else tests or waits for.
+        communicator: mpi4py's, that it runs on; named in errors.
+        call: the MPI function that began it, for errors.
+        memory: what MPI reads and writes; kept until the operation has ended, also if an exception
+            or Ctrl-C has left this object to the garbage collector.
+    """
+
+    def __cinit__(self, Requests requests not None, request, communicator, str call, memory):
+        self.requests = requests
+        self.request = request
+        self.communicator = communicator
+        self.call = call
+        self.memory = memory
+        self.state.request = <MPI_Request><size_t>request.handle
+
+    def __del__(self):
+        if not self.done:
+            _abandoned[:] = [pending for pending in _abandoned if not pending.done]
+            _abandoned.append(self)
+
+    @property
+    def done(self):
+        """Whether it was found to have ended, well or not; nothing is tested."""
+        return bool(self.ended or (self.channel is not None and load(&self.state.job.done)))
+
+    def test(self):
+        """Take a step of progress; return whether it has ended. Not collective.
+
+        Raises:
+            MPIError: it ended with an error.
+        """
+        cdef int finished = 0
+        if not self.done:
+            if is_child():
+                check_process(f"the test of {self.call}")
+            if self.channel is not None:
+                self.requests.engine.step()
+            else:
+                self.state.code = MPI_Test(&self.state.request, &finished, &self.state.status)
+                self.ended = finished or self.state.code != MPI_SUCCESS
+        if self.done:
+            self.check_result()
+            return True
+        return False
+
+    def wait(self, double seconds):
+        """Make progress until it has ended; return whether it has in time. Not collective.
+
+        Raises:
+            MPIError: it ended with an error.
+            KeyboardInterrupt: and whatever else a signal's handler raises.
+        """
+        cdef double began = now()
+        cdef double idle_since = began - SPIN if self.requests.crowded else began
+        cdef double until
+        cdef int finished = self.done
+        cdef Engine engine = self.requests.engine
+        if is_child() and not finished:
+            check_process(f"the wait for {self.call}")
+        while not finished:
+            until = min(began + seconds, now() + SIGNAL_CHECK)
+            if self.channel is not None:
+                finished = (
+                    self.channel.wait_until(&self.state.job, until, 0.0) == WAIT_DONE
+                    or load(&self.state.job.done)
+                )
+            else:
+                with nogil:
+                    finished = drive(&self.state, engine, idle_since, until)
+                self.ended = finished
+            if not finished:
+                PyErr_CheckSignals()
+                if now() > began + seconds:
+                    return False
+        self.check_result()
+        return True
+
+    cdef int check_result(self) except -1:
+        cdef MPI_Comm comm
+        self.request = self.memory = None
+        if self.state.code == MPI_SUCCESS:
+            return 0
+        comm = <MPI_Comm><size_t>self.communicator.handle
+        return check(self.state.code, self.call.encode(), comm)
+
+    @property
+    def source(self):
+        """The rank that sent what was received here, in the communicator."""
+        return self.state.status.MPI_SOURCE
+
+    @property
+    def received(self):
+        """How many bytes were received."""
+        cdef MPI_Count count = 0
+        check(
+            MPI_Get_elements_x(&self.state.status, MPI_BYTE, &count),
+            "MPI_Get_elements_x", MPI_COMM_NULL,
+        )
+        return count

@@ -1,0 +1,171 @@
+"""Where in its bucket a gradient has its place, and how it gets in and out.
+
+Where a gradient and its place have their elements in the same order, it is a copy of
+memory, converting if the bucket does; else torch copies.
+"""
+
+from libc.string cimport memmove
+
+import torch
+
+from mpiddp.reducer.bucket cimport Bucket, is_at, overlaps, same_layout
+from mpiddp.torch_internals.tensors cimport (
+    dtype_code, gradients_are_within_reach, has_gradient, plain_gradient, plain_tensor,
+    point_gradient,
+)
+
+
+cdef enum:
+    # Copies below this size are over before the GIL could be handed on.
+    RELEASE_GIL_BYTES = 1 << 16
+
+
+cdef int find_view(BucketView *place, Bucket bucket, Py_ssize_t position) except -1:
+    """Describe the place of the bucket's gradient number `position`."""
+    view = bucket.views[position]
+    place.address = bucket.view_address(position)
+    place.bytes = view.numel() * view.element_size()
+    if view.is_complex():
+        # A lazily conjugated gradient must not be copied by memcpy.
+        place.layout = LAYOUT_GENERAL
+    elif view.is_contiguous():
+        place.layout = LAYOUT_CONTIGUOUS
+    else:
+        place.layout = LAYOUT_STRIDED
+    place.readable = (
+        gradients_are_within_reach() and place.layout != LAYOUT_GENERAL
+        and place.bytes and not bucket.converts
+    )
+    place.within_reach = place.readable and not bucket.on_gpu
+    place.dtype = dtype_code(view)
+    return 0
+
+
+cdef char *_address_of(BucketView *place, Bucket bucket, view, gradient) except? NULL:
+    """Return where a gradient's elements are if they lie as in its place, else NULL."""
+    cdef char *address = <char *><size_t>gradient.data_ptr()    # NULL: zeros not written out
+    cdef bint plain = False
+    if gradient.dtype is not bucket.dtype or gradient.shape != view.shape:
+        return NULL
+    if place.layout == LAYOUT_CONTIGUOUS:
+        plain = gradient.is_contiguous()
+    elif place.layout == LAYOUT_STRIDED:
+        plain = same_layout(gradient, view)
+    # A negation that torch has put off.
+    return address if plain and not gradient.is_neg() else NULL
+
+
+cdef bint copy_to_view(
+    BucketView *place, Bucket bucket, Py_ssize_t position, object gradient
+) except -1:
+    """Copy a gradient to its place, and return False; or True where it lies there already."""
+    view = bucket.views[position]
+    cdef char *address = _address_of(place, bucket, view, gradient)
+    if address != NULL and bucket.converts:
+        bucket.narrow(place.address, address, place.bytes)
+    elif address != NULL and view.dtype is bucket.dtype:
+        if address == place.address:
+            return True
+        _copy(place.address, address, place.bytes)
+    elif place.bytes and is_at(gradient, view):
+        return True
+    else:
+        with torch.no_grad():
+            view.copy_(gradient.clone() if overlaps(gradient, view) else gradient)
+    return False
+
+
+cdef int write_gradient(
+    BucketView *place, Bucket bucket, Py_ssize_t position, object parameter
+) except -1:
+    """Copy what is in the place to the gradient of `parameter`, a new one if it has none.
+
+    To what is its gradient now: it may be another tensor than the one that was taken, or the
+    same one with other memory.
+    """
+    cdef char *address = NULL
+    view = bucket.views[position]
+    if place.within_reach:
+        address = plain_gradient(
+            parameter, view, place.dtype, place.layout == LAYOUT_CONTIGUOUS)
+    if address == NULL:
+        gradient = parameter.grad
+        if gradient is None:
+            parameter.grad = view.to(bucket.dtype, copy=True)
+            return 0
+        if view.dtype is bucket.dtype or bucket.converts:
+            address = _address_of(place, bucket, view, gradient)
+        if address == NULL:
+            with torch.no_grad():
+                gradient.copy_(view)
+            return 0
+    if bucket.converts:
+        bucket.widen(address, place.address, place.bytes)
+    else:
+        _copy(address, place.address, place.bytes)
+    return 0
+
+
+cdef bint is_in_place(
+    BucketView *place, Bucket bucket, Py_ssize_t position, object parameter
+) except -1:
+    """Whether the gradient of `parameter` is the memory of its place."""
+    view = bucket.views[position]
+    if place.bytes == 0:
+        return has_gradient(parameter)
+    if place.readable:
+        return place.address == plain_gradient(
+            parameter, view, place.dtype, place.layout == LAYOUT_CONTIGUOUS)
+    gradient = parameter.grad
+    return gradient is not None and is_at(gradient, view)
+
+
+cdef bint copy_fast(
+    BucketView *place, Bucket bucket, Py_ssize_t position, object parameter, bint becomes_view
+) except -1:
+    """Copy the gradient of `parameter` to its place, see Note [Gradients without Python objects].
+
+    If it `becomes_view`, ``parameter.grad`` is the memory there afterwards.
+
+    Returns:
+        False if nothing was done and Python must look.
+    """
+    cdef bint contiguous = place.layout == LAYOUT_CONTIGUOUS
+    view = bucket.views[position]
+    cdef char *address = plain_gradient(parameter, view, place.dtype, contiguous)
+    if address == NULL or address == place.address:
+        return address != NULL
+    _copy(place.address, address, place.bytes)
+    if becomes_view:
+        tensor = bucket.tensors[position]
+        if tensor is None or plain_tensor(tensor, view, place.dtype, contiguous) != place.address:
+            tensor = bucket.tensor_at(position)
+        point_gradient(parameter, tensor)
+    return True
+
+
+cdef int _copy(char *to, const char *from_, size_t bytes_) except -1:
+    # A gradient that the user has set may overlap its place.
+    if bytes_ < RELEASE_GIL_BYTES:
+        memmove(to, from_, bytes_)
+    else:
+        with nogil:
+            memmove(to, from_, bytes_)
+    return 0
+
+
+def views_by_parameter(buckets):
+    """Return the view of each parameter that has one in `buckets`, by index. Not collective."""
+    return {
+        index: view
+        for bucket in buckets or ()
+        for index, view in zip(bucket.parameter_indices, bucket.views)
+    }
+
+
+def move_gradient(parameter, old_view, Bucket bucket not None, Py_ssize_t position):
+    """Point a gradient that lives in `old_view` to its new place. Not collective."""
+    if parameter.grad is not None and is_at(parameter.grad, old_view):
+        with torch.no_grad():
+            bucket.views[position].copy_(parameter.grad)
+        parameter.grad = bucket.tensor_at(position)

@@ -1,0 +1,118 @@
+"""The part of a rank without inputs in the backward of the others: zeros, bucket by bucket.
+
+A rank that has joined (`torch.distributed.algorithms.join`) must reduce what the others
+reduce, in the same order, or they would wait for it. It has no gradient for any parameter
+and has missed none: see Note [Flags behind the gradients]. Its own gradients stay as they
+are, also where they are views of the buckets.
+
+`begin` does not wait: the others may call the forward of another module, and meet this rank
+there, before they come to this backward. Until `finish`, the engine goes on while this rank
+waits in the process group.
+"""
+
+from mpiddp.reducer.bucket cimport INCOMPLETE, JOINED, MISSED, Bucket, overlaps
+from mpiddp.reducer.state cimport ReducerState
+from mpiddp.reducer import sparse
+
+
+def begin(ReducerState reducer not None, double divisor):
+    """Submit zeros for one backward of the ranks that have not joined.
+
+    Collective with that backward.
+
+    Args:
+        reducer: of the module that the other ranks train.
+        divisor: what the sums over ranks are divided by, the same on all ranks.
+
+    Raises:
+        RuntimeError: the transport has failed, or sparse gradients could not be reduced.
+    """
+    cdef Bucket bucket
+    # This rank's last forward may have had no backward.
+    reducer.expecting = False
+    reducer._reset_counting()
+    reducer.missing = []
+    reducer.incomplete = False
+    reducer.set_divisor(divisor)
+    reducer.shadowing = True
+    for bucket in reducer.buckets:
+        if bucket.skipped:
+            continue
+        if not bucket.sparse:
+            _submit_zeros(reducer, bucket)
+        if reducer.python_hook is not None:
+            _launch(reducer, bucket)
+    if reducer.has_sparse:
+        # These go through the process group: their turn is now.
+        _wait(reducer)
+        reducer.incomplete |= sparse.reduce(reducer, joined=True)
+
+
+cdef _submit_zeros(ReducerState reducer, Bucket bucket):
+    if reducer.gradient_as_bucket_view and (bucket.gradient_buffer is None or bucket.flags_only):
+        _move_gradients_out(reducer, bucket)
+    bucket.fill_with_zeros()
+    bucket.set_flag(INCOMPLETE, True)
+    bucket.set_flag(JOINED, True)
+    bucket.channel.submit(&bucket.job)
+
+
+cdef _move_gradients_out(ReducerState reducer, Bucket bucket):
+    """Give gradients memory of their own, where that of the bucket is overwritten now.
+
+    At once, for an optimizer in the same Join steps before this backward is over. The next
+    backward of this rank makes them views again.
+    """
+    memory = bucket.gradients
+    for index in bucket.parameter_indices:
+        parameter = reducer.parameters[index]
+        if parameter.grad is not None and overlaps(parameter.grad, memory):
+            parameter.grad = parameter.grad.clone()
+
+
+cdef _launch(ReducerState reducer, Bucket bucket):
+    """Call the communication hook as the other ranks do, with zeros."""
+    if not bucket.sparse:
+        reducer.python_hook.launch(reducer, bucket)
+        return
+    parameter = reducer.parameters[bucket.parameter_indices[0]]
+    gradient, parameter.grad = parameter.grad, None
+    try:
+        reducer.python_hook.launch(reducer, bucket)
+    finally:
+        parameter.grad = gradient
+
+
+cdef _wait(ReducerState reducer):
+    cdef Bucket bucket
+    for bucket in reducer.buckets:
+        if not bucket.sparse and not bucket.skipped:
+            reducer.wait_for(bucket)
+            reducer.incomplete |= bucket.flag(MISSED)
+
+
+def finish(ReducerState reducer not None):
+    """Wait for the backward that `begin` has begun; do nothing if there is none.
+
+    Collective.
+
+    Raises:
+        RuntimeError: an all-reduce failed, or some rank did not take part in it within the
+            group's timeout.
+    """
+    cdef Bucket bucket
+    cdef Py_ssize_t index
+    if not reducer.shadowing:
+        return
+    _wait(reducer)
+    if reducer.python_hook is not None:
+        for bucket in reducer.buckets:
+            if not bucket.sparse and not bucket.skipped:
+                reducer.python_hook.finish(reducer, bucket)
+                reducer._find_views(bucket)
+    reducer.shadowing = False
+    # What this rank used stays to be told: its own gradients were not reduced.
+    used = [reducer.states[index].used for index in range(len(reducer.parameters))]
+    reducer._after_reduction()
+    for index in range(len(used)):
+        reducer.states[index].used = used[index]

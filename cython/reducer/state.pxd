@@ -1,0 +1,88 @@
+from cpython.object cimport PyObject
+
+from mpiddp.engine.engine cimport Channel
+from mpiddp.reducer.bucket cimport Bucket
+from mpiddp.reducer.bucket_views cimport BucketView
+
+
+cdef struct ParameterState:
+    BucketView view             # in its bucket; none where gradients are sparse
+    Py_ssize_t bucket
+    Py_ssize_t position     # in its bucket
+    int expected            # how often its hook runs in a backward, see static_graph.pyx
+    int left                # how often it has still to run in this one; 0: it is ready
+    bint used               # its hook ran since the last reduction, no_sync included
+
+
+cdef class ReducerState:
+    cdef object __weakref__
+    cdef readonly list parameters
+    cdef readonly list buckets
+    cdef readonly object process_group
+    cdef readonly bint find_unused_parameters
+    cdef readonly bint gradient_as_bucket_view
+    cdef readonly bint has_rebuilt_buckets
+    cdef public object compression    # the 16-bit dtype of float32 and float64, or None
+    cdef public object python_hook    # None, or what moves the gradients
+    cdef readonly list post_backward_futures     # of hooks of the buffers
+    cdef object assign_buckets
+    cdef readonly object describe_parameter
+    cdef object report_missing
+    cdef object timeout
+    cdef double world_size
+    cdef readonly double divisor            # fewer, while some ranks have joined
+    cdef readonly dict channels
+    cdef readonly Channel channel           # of the first parameter's device
+    cdef readonly object mixed_precision
+    cdef ParameterState *states
+    cdef readonly list expect_sparse
+    cdef bint has_sparse
+    cdef list hooks
+    cdef list handles
+    cdef list sharing               # weak references to reducers of the same parameters
+    cdef public list arrival_order
+    cdef dict set_aside             # gradients of locally unused parameters in views
+    cdef readonly bint static_graph
+    cdef bint learning              # the static graph is not known yet
+    cdef list never_used            # parameters that no hook is expected of
+    cdef bint skip_unused
+    cdef set unused_everywhere      # with skip_unused: parameters that no rank used
+    cdef bint compare_gradients     # whether hooks may run that bring no gradient
+    cdef readonly bint shadowing    # whether this rank takes part in others' backward, joined.pyx
+    cdef list grads_before                # .grad and its version at the end of forward
+    cdef readonly list missing               # parameters that got no gradient in the last backward
+    cdef readonly Py_ssize_t next_bucket
+    cdef list late                  # parameters whose gradient is taken at the end of backward
+    cdef bint launching             # some thread is at it
+    cdef readonly Py_ssize_t ready
+    cdef readonly bint expecting             # a forward asked for gradients to be reduced
+    cdef bint callback_queued
+    cdef bint failed                # a hook has raised in this backward
+    cdef public object profile      # told of buckets' reductions while the profiler runs, or None
+    cdef bint incomplete            # some rank missed some parameter in the last backward
+    cdef public object passes       # the forward passes, or None: see forward_passes.py
+    cdef readonly Py_ssize_t counting        # the bucket that tells of them, -1: none
+    cdef public bint out_of_step    # the ranks have told different numbers of them
+    cdef readonly Py_ssize_t waiting_for     # the bucket that this rank waits for, -1: none
+    cdef readonly Py_ssize_t reductions
+    cdef readonly list unused               # parameters without a gradient in the last backward
+    # Of the last iteration, for the logger, in seconds on the monotonic clock.
+    cdef readonly double forward_began
+    cdef readonly double backward_began
+    cdef readonly double communication_began         # the first bucket was launched
+    cdef readonly double backward_ended
+    cdef readonly double communication_ended
+    cdef readonly Py_ssize_t iterations     # forward passes whose gradients were to be reduced
+
+    cdef _reset_counting(self)
+    cdef int contribute_old(self, Py_ssize_t index, object parameter, object gradient) except -1
+    cdef int copy_in(self, Py_ssize_t index, object parameter, object gradient) except -1
+    cdef int mark_ready(
+        self, Py_ssize_t index, object parameter, object gradient, bint brought
+    ) except -1
+    cdef int copy_out(self, Py_ssize_t index) except -1
+    cdef int wait_for(self, Bucket bucket) except -1
+    cpdef int set_divisor(self, double divisor) except -1
+    cdef int check_view(self, Py_ssize_t index) except -1
+    cdef int move_strangers_out(self) except -1
+    cdef _after_reduction(self)

@@ -1,0 +1,64 @@
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mpiddp.engine.engine import Channel
+from mpiddp.reducer.bucket import Bucket
+from mpiddp.torch_internals.profiling import BucketEvents
+
+class ReducerState:
+    parameters: list[torch.Tensor]
+    buckets: list[Bucket]
+    process_group: Any
+    channels: dict[torch.device, Channel]
+    channel: Channel
+    mixed_precision: tuple[torch.dtype, torch.dtype] | None
+    expect_sparse: list[bool]
+    find_unused_parameters: bool
+    gradient_as_bucket_view: bool
+    has_rebuilt_buckets: bool
+    static_graph: bool
+    reductions: int
+    next_bucket: int
+    shadowing: bool
+    passes: Any
+    counting: int
+    out_of_step: bool
+    waiting_for: int
+    iterations: int
+    unused: list[int]
+    compression: torch.dtype | None
+    python_hook: Any
+    post_backward_futures: list[torch.futures.Future[Any]]
+    divisor: float
+    describe_parameter: Callable[[int], str]
+    missing: list[int]
+    arrival_order: list[int]
+    expecting: bool
+    ready: int
+    profile: BucketEvents | None
+    forward_began: float
+    backward_began: float
+    communication_began: float
+    backward_ended: float
+    communication_ended: float
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        process_group: Any,
+        channels: dict[torch.device, Channel],
+        assign_buckets: Callable[[list[int] | None], list[list[int]]],
+        describe_parameter: Callable[[int], str],
+        report_missing: Callable[[list[tuple[int, int]], bool], None],
+        *,
+        expect_sparse: Sequence[bool] | None = None,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        skip_unused: bool = False,
+        mixed_precision: tuple[torch.dtype, torch.dtype] | None = None,
+    ) -> None: ...
+    def set_divisor(self, divisor: float) -> None: ...
+    def was_used(self, index: int) -> bool: ...
+    def describe_bucket(self, bucket: Bucket) -> str: ...
+    def last_moments(self) -> list[float]: ...

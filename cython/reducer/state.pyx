@@ -1,0 +1,295 @@
+"""The data of a reducer: parameters, buckets, who is ready; and the way of one gradient in and out.
+
+What decides when is reducer.pyx; what fills in for missing gradients, static_graph.pyx, unused.pyx
+and joined.pyx, builds on this.
+"""
+
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+
+import torch
+
+from mpiddp.engine.engine cimport WAIT_TIMED_OUT
+from mpiddp.reducer.bucket cimport INCOMPLETE, JOINED, MISSED, Bucket
+from mpiddp.reducer.bucket_views cimport copy_to_view, find_view, is_in_place, write_gradient
+from mpiddp.reducer.gpu_bucket cimport GpuBucket
+from mpiddp.system.posix cimport now
+from mpiddp.torch_internals.tensors cimport gradient_address, has_gradient
+from mpiddp.reducer.bucket_progress import explain_missing
+from mpiddp.reducer.errors import raise_no_view, raise_other_kind, raise_timed_out
+
+_strided = torch.strided
+
+
+cdef class ReducerState:
+    """The parameters, buckets and counts of one reducer, and what is done with one parameter.
+
+    Not collective.
+
+    Args:
+        parameters: the parameters that require a gradient, without duplicates.
+        process_group: an `mpiddp.process_group.group.ProcessGroup`.
+        channels: the engine's channel for the buckets on each device, by `torch.device`.
+        assign_buckets: called with None, later with the order in which gradients
+            arrived (a list of parameter indices), on all ranks; returns the parameter
+            indices of each bucket in launch order, the same on all ranks.
+        describe_parameter: called with a parameter index, returns its name for errors.
+        report_missing: called on all ranks after a backward in which some rank missed a
+            gradient, with this rank's pairs (parameter index, bucket index) and whether the
+            graph is static; must raise.
+        expect_sparse: for each parameter, whether its gradient is sparse.
+        find_unused_parameters: as in torch's class.
+        gradient_as_bucket_view: as in torch's class.
+        skip_unused: `skip_all_reduce_unused_params` of torch's class.
+        mixed_precision: the dtype of the gradients and that in which a hook in Python gets them,
+            if these are not the parameters'; without views.
+    """
+
+    def __init__(self, parameters, process_group, dict channels not None, assign_buckets,
+                 describe_parameter, report_missing, *, expect_sparse=None,
+                 bint find_unused_parameters=False, bint gradient_as_bucket_view=False,
+                 bint skip_unused=False, mixed_precision=None):
+        cdef Py_ssize_t index, count = len(parameters)
+        self.parameters = list(parameters)
+        self.process_group = process_group
+        self.channels = channels
+        self.channel = channels[parameters[0].device]
+        self.mixed_precision = mixed_precision
+        self.assign_buckets = assign_buckets
+        self.describe_parameter = describe_parameter
+        self.report_missing = report_missing
+        self.timeout = process_group.timeout
+        self.world_size = self.divisor = process_group.size()
+        self.expect_sparse = list(expect_sparse) if expect_sparse else [False] * count
+        self.has_sparse = any(self.expect_sparse)
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.skip_unused = skip_unused
+        self.compare_gradients = find_unused_parameters
+        self.waiting_for = -1
+        self.never_used = []
+        self.unused_everywhere = set()
+        self.arrival_order = []
+        self.late = []
+        self.set_aside = {}
+        self.grads_before = []
+        self.missing = []
+        self.unused = []
+        self.post_backward_futures = []
+        self.hooks = []
+        self.handles = []
+        self.sharing = []
+        self.states = <ParameterState *>calloc(max(count, 1), sizeof(ParameterState))
+        if self.states == NULL:
+            raise MemoryError
+        for index in range(count):
+            self.states[index].expected = 1
+
+    def __dealloc__(self):
+        free(self.states)
+
+    def _find_views(self, Bucket bucket):
+        """Note where in `bucket` each gradient has its place."""
+        cdef ParameterState *state
+        cdef Py_ssize_t index, position, size
+        if not bucket.sparse:
+            bucket.first_view = bucket.view_address(0)
+            size = sum([view.nbytes for view in bucket.views])
+            bucket.last_view_end = bucket.first_view + size
+        for position, index in enumerate(bucket.parameter_indices):
+            state = &self.states[index]
+            state.bucket = bucket.index
+            state.position = position
+            if not bucket.sparse:
+                find_view(&state.view, bucket, position)
+
+    cdef _reset_counting(self):
+        cdef Py_ssize_t index
+        cdef Bucket bucket
+        for index in range(len(self.parameters)):
+            self.states[index].left = self.states[index].expected
+        for bucket in self.buckets:
+            bucket.pending = len(bucket.parameter_indices)
+            if not bucket.sparse:
+                bucket.set_flag(INCOMPLETE, False)
+                bucket.set_flag(MISSED, False)
+            if bucket.on_gpu:
+                (<GpuBucket>bucket).forget()
+        self.next_bucket = 0
+        self.ready = 0
+        self.late.clear()
+
+    cdef int mark_ready(
+        self, Py_ssize_t index, object parameter, object gradient, bint brought
+    ) except -1:
+        """Bring what this rank has for a parameter that is ready into its bucket."""
+        cdef ParameterState *state = &self.states[index]
+        cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
+        self.ready += 1
+        if not bucket.sparse and not bucket.skipped:
+            if brought:
+                self.copy_in(index, parameter, gradient)
+                bucket.set_flag(state.position, True)
+            else:
+                self.contribute_old(index, parameter, gradient)
+        bucket.pending -= 1     # last: the thread of another device may be launching buckets
+        return 0
+
+    cdef int copy_in(self, Py_ssize_t index, object parameter, object gradient) except -1:
+        """Bring `gradient` into the bucket, and with views `.grad` too."""
+        cdef ParameterState *state = &self.states[index]
+        cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
+        view = bucket.views[state.position]
+        if (gradient.dtype is not bucket.dtype or gradient.layout is not _strided
+                or gradient.shape != view.shape):
+            raise_other_kind(self.describe_parameter(index), gradient, bucket.dtype)
+        if bucket.on_gpu:
+            (<GpuBucket>bucket).gather(state.position, gradient)
+        elif (not copy_to_view(&state.view, bucket, state.position, gradient)
+                and self.gradient_as_bucket_view):
+            parameter.grad = bucket.tensor_at(state.position)
+        return 0
+
+    cdef int wait_for(self, Bucket bucket) except -1:
+        """Wait for the mean of a bucket; see what it says of parameters that no rank used."""
+        self.waiting_for = bucket.index
+        try:
+            if bucket.channel.wait(&bucket.job, self.timeout.total_seconds()) == WAIT_TIMED_OUT:
+                raise_timed_out(self, bucket, explain_missing(self, bucket))
+        finally:
+            self.waiting_for = -1
+        if self.profile is not None:
+            self.profile.end(bucket.index)
+        if bucket.on_gpu:
+            (<GpuBucket>bucket).receive()
+        if bucket.index == self.counting:
+            self.out_of_step = bucket.counts_differ() and not bucket.flag(JOINED)
+        if self.skip_unused and not self.has_rebuilt_buckets:
+            for position, index in enumerate(bucket.parameter_indices):
+                if not bucket.flag(position):
+                    self.unused_everywhere.add(index)
+        return 0
+
+    cdef int contribute_old(self, Py_ssize_t index, object parameter, object gradient) except -1:
+        """Add what earlier backwards left, or zeros; say whether it counts as a gradient."""
+        cdef ParameterState *state = &self.states[index]
+        cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
+        if gradient is None:
+            if bucket.on_gpu:
+                (<GpuBucket>bucket).clear(state.position)
+            else:
+                memset(state.view.address, 0, state.view.bytes)
+        else:
+            if self.gradient_as_bucket_view and not state.used:
+                self.set_aside[index] = gradient.clone()
+            self.copy_in(index, parameter, gradient)
+        bucket.set_flag(state.position, gradient is not None and state.used)
+        bucket.set_flag(INCOMPLETE, True)
+        return 0
+
+    def _is_old(self, Py_ssize_t index, gradient):
+        """Whether autograd came with an undefined gradient and left `.grad` as it was.
+
+        So it is below outputs that take no part in the loss; known with
+        `compare_gradients` only.
+        """
+        old, version = self.grads_before[index]
+        return gradient is old and gradient._version == version
+
+    cdef int copy_out(self, Py_ssize_t index) except -1:
+        """Write the mean to the gradient of a parameter."""
+        cdef ParameterState *state = &self.states[index]
+        cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
+        write_gradient(&state.view, bucket, state.position, self.parameters[index])
+        return 0
+
+    cdef _after_reduction(self):
+        cdef Py_ssize_t index
+        for index in range(len(self.parameters)):
+            self.states[index].used = False
+        self._reset_counting()
+        self.unused = self.missing + self.never_used
+        self.communication_ended = now()
+        self.set_aside.clear()
+        self.grads_before = []
+        self.expecting = False
+        self.reductions += 1
+        if self.find_unused_parameters and not self.static_graph:
+            self.incomplete = False
+        if not self.incomplete:
+            self.missing = []
+
+    def was_used(self, Py_ssize_t index):
+        """Return whether parameter `index` got a gradient since the last reduction.
+
+        Not collective.
+        """
+        return bool(self.states[index].used)
+
+    cpdef int set_divisor(self, double divisor) except -1:
+        """Divide the sums over ranks by `divisor` from now on. Not collective."""
+        cdef Bucket bucket
+        self.divisor = divisor
+        for bucket in self.buckets:
+            bucket.job.divisor = divisor
+        return 0
+
+    def describe_bucket(self, bucket):
+        """Return what to call a bucket in errors. Not collective."""
+        names = [self.describe_parameter(index) for index in bucket.parameter_indices]
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        of = f" of wrapped module {self.number} ({self.module_name})"
+        return f"gradient bucket {bucket.index} ({shown}){of}"
+
+    def last_moments(self):
+        """Return the five timestamps of the last iteration, in seconds. Not collective.
+
+        Of forward the begin, of backward the begin, of communication the begin; of backward the
+        end, of communication the end.
+        """
+        return [
+            self.forward_began,
+            self.backward_began,
+            self.communication_began,
+            self.backward_ended,
+            self.communication_ended,
+        ]
+
+    cdef int check_view(self, Py_ssize_t index) except -1:
+        """See that the gradient of a parameter is where its mean is."""
+        cdef ParameterState *state = &self.states[index]
+        cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
+        parameter = self.parameters[index]
+        if is_in_place(&state.view, bucket, state.position, parameter):
+            return 0
+        if not has_gradient(parameter):
+            parameter.grad = bucket.tensor_at(state.position)
+        elif not bucket.flags_only:     # hooks in Python may step optimizers and drop gradients
+            raise_no_view(self.process_group, self.describe_parameter(index))
+        return 0
+
+    cdef int move_strangers_out(self) except -1:
+        """Give gradients memory of their own that lie where other gradients have their place."""
+        cdef Py_ssize_t index
+        cdef Bucket bucket
+        cdef char *address
+        for index in range(len(self.parameters)):
+            if self.expect_sparse[index]:
+                continue
+            parameter = self.parameters[index]
+            address = gradient_address(parameter)
+            if address == NULL or address == self.states[index].view.address:
+                continue
+            for bucket in self.buckets:
+                if bucket.first_view <= address < bucket.last_view_end:
+                    parameter.grad = parameter.grad.clone()
+                    break
+        return 0
+
+    def _find_moved_views(self):
+        """Find the buffers of hooks in Python again where something has moved their memory."""
+        cdef Bucket bucket
+        for bucket in self.buckets:
+            if not bucket.sparse:
+                if bucket.first_view != bucket.view_address(0):
+                    self._find_views(bucket)

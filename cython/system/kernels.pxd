@@ -1,0 +1,67 @@
+cdef enum ElementType:
+    # What a bucket's bytes are; complex gradients are pairs of these. As in kernels.h.
+    ELEMENT_FLOAT32 = 0
+    ELEMENT_FLOAT64 = 1
+    ELEMENT_FLOAT16 = 2
+    ELEMENT_BFLOAT16 = 3
+
+
+cdef struct Kernels:
+    # Loops over gradients, for one kind of machine. `element` is an ElementType.
+    # Buffers are arrays of elements, one a rank and aligned as an element is; only
+    # elements [first, first + count) of them are read and written. No two arrays may
+    # overlap. Sums are float64 for float64 and float32 for all others, made in the
+    # order of the buffers, and results are rounded once. `ranks` is at least 1.
+    # Where a sum of finite elements overflows, the mean does not: see Note [Sums that
+    # overflow] in kernels_values.h.
+    const char *name
+
+    # Put the sum of all buffers, divided, into all buffers.
+    void (*mean_in_place)(
+        int element, char *const *buffers, size_t ranks, size_t first, size_t count,
+        double divisor,
+    ) noexcept nogil
+
+    # Put the sum of all buffers, not divided, into out[0 .. count - 1].
+    void (*sum_to)(
+        int element, void *out, char *const *buffers, size_t ranks, size_t first,
+        size_t count,
+    ) noexcept nogil
+
+    # Put sum[0 .. count - 1], divided, into all buffers, up to the first block with a sum
+    # that is infinite or NaN. Return how many were put. All are, of float16: no sum of
+    # these overflows.
+    size_t (*spread_mean)(
+        int element, char *const *buffers, size_t ranks, size_t first, size_t count,
+        const void *sum, double divisor,
+    ) noexcept nogil
+
+    # As sum_to, of elements so small that a sum of `divisor` of them is finite.
+    void (*scaled_sum_to)(
+        int element, void *out, char *const *buffers, size_t ranks, size_t first,
+        size_t count, double divisor,
+    ) noexcept nogil
+
+    # Put sum[0 .. count - 1], divided, into all buffers, and where that is infinite or NaN
+    # what scaled[0 .. count - 1] makes of it: sums from scaled_sum_to, of the same divisor.
+    void (*spread_scaled_mean)(
+        int element, char *const *buffers, size_t ranks, size_t first, size_t count,
+        const void *sum, const void *scaled, double divisor,
+    ) noexcept nogil
+
+    # Convert an array from one element type to another or the same.
+    void (*convert)(
+        int to, int from_, void *out, const void *array, size_t count,
+    ) noexcept nogil
+
+
+# The kernels in use. May be called on any thread.
+cdef const Kernels *selected_kernels() noexcept nogil
+
+
+cdef inline size_t element_bytes(ElementType element) noexcept nogil:
+    if element == ELEMENT_FLOAT32:
+        return 4
+    if element == ELEMENT_FLOAT64:
+        return 8
+    return 2

@@ -1,0 +1,141 @@
+"""The all-reduce of one chunk by MPI, for the transports that send chunks.
+
+Note [Sums that overflow in MPI]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+MPI adds what the ranks send, and the sum may be infinite where the mean is a number. To send
+smaller numbers always would need one more pass over the gradients, and cost small ones their
+last digits. So the plain sum is sent. All ranks get the same bits; where these are not all
+finite, all ranks send what is left of the chunk a second time, scaled, and take from that what
+the first one lacks: see Note [Sums that overflow] in kernels_values.h. The chunks in the bucket
+are unchanged until then.
+Ranks see in different order that chunks have arrived, but must start their collectives in the
+same one. So second all-reduces have a communicator of their own, and start in the order in which
+the chunks have started: each when all earlier chunks are known to need none, or have begun theirs.
+An infinity or NaN of a rank costs the second all-reduce as well: no rank can tell that from here.
+"""
+
+from libc.string cimport memset
+
+from mpi4py.libmpi cimport (
+    MPI_DOUBLE,
+    MPI_FLOAT,
+    MPI_IN_PLACE,
+    MPI_REQUEST_NULL,
+    MPI_STATUS_IGNORE,
+    MPI_SUCCESS,
+    MPI_SUM,
+    MPI_Datatype,
+    MPI_Iallreduce,
+    MPI_Test,
+)
+
+from mpiddp.system.kernels cimport ELEMENT_FLOAT32, ELEMENT_FLOAT64, ElementType, selected_kernels
+
+
+cdef void set_up(
+    ChunkSums *sums, Transport *transport, MPI_Comm comm, MPI_Comm comm_again, char *memory,
+    size_t window, size_t bytes_,
+) noexcept:
+    cdef size_t slot
+    memset(sums, 0, sizeof(ChunkSums))
+    sums.transport = transport
+    sums.comm = comm
+    sums.comm_again = comm_again
+    for slot in range(window):
+        sums.slots[slot].sent = memory + 2 * slot * bytes_
+        sums.slots[slot].received = memory + (2 * slot + 1) * bytes_
+        sums.slots[slot].request = MPI_REQUEST_NULL
+
+
+cdef MPI_Datatype datatype_of(ElementType element) noexcept nogil:
+    return MPI_DOUBLE if element == ELEMENT_FLOAT64 else MPI_FLOAT
+
+
+cdef int start_sum(
+    ChunkSums *sums, size_t slot, Job *job, char **buffers, size_t ranks, size_t first,
+    size_t count,
+) noexcept nogil:
+    cdef ChunkSum *chunk = &sums.slots[slot]
+    cdef char *sent = chunk.sent
+    chunk.job = job
+    chunk.buffers = buffers
+    chunk.ranks = ranks
+    chunk.first = first
+    chunk.count = count
+    chunk.written = 0
+    chunk.number = sums.started
+    chunk.phase = CHUNK_SUMS
+    sums.started += 1
+    if ranks == 1 and job.element == ELEMENT_FLOAT32:
+        sent = buffers[0] + first * sizeof(float)
+    elif ranks == 1 and job.element == ELEMENT_FLOAT64:
+        sent = buffers[0] + first * sizeof(double)
+    else:
+        selected_kernels().sum_to(job.element, sent, buffers, ranks, first, count)
+    sums.transport.call = "MPI_Iallreduce"
+    return MPI_Iallreduce(
+        sent, chunk.received, <int>count, datatype_of(job.element), MPI_SUM, sums.comm,
+        &chunk.request,
+    )
+
+
+cdef int may_start_again(ChunkSums *sums, ChunkSum *chunk) noexcept nogil:
+    cdef ChunkSum *other
+    cdef size_t slot
+    for slot in range(MAX_SLOTS):
+        other = &sums.slots[slot]
+        if other.phase in (CHUNK_SUMS, CHUNK_OVERFLOWED) and other.number < chunk.number:
+            return False
+    return True
+
+
+cdef int start_again(ChunkSums *sums, ChunkSum *chunk) noexcept nogil:
+    cdef size_t count = chunk.count - chunk.written
+    chunk.phase = CHUNK_SUMS_AGAIN
+    selected_kernels().scaled_sum_to(
+        chunk.job.element, chunk.sent, chunk.buffers, chunk.ranks, chunk.first + chunk.written,
+        count, chunk.job.divisor,
+    )
+    sums.transport.call = "MPI_Iallreduce"
+    return MPI_Iallreduce(
+        MPI_IN_PLACE, chunk.sent, <int>count, datatype_of(chunk.job.element), MPI_SUM,
+        sums.comm_again, &chunk.request,
+    )
+
+
+cdef void finish_again(ChunkSum *chunk) noexcept nogil:
+    cdef size_t bytes_ = (
+        sizeof(double) if chunk.job.element == ELEMENT_FLOAT64 else sizeof(float)
+    )
+    selected_kernels().spread_scaled_mean(
+        chunk.job.element, chunk.buffers, chunk.ranks, chunk.first + chunk.written,
+        chunk.count - chunk.written, chunk.received + chunk.written * bytes_, chunk.sent,
+        chunk.job.divisor,
+    )
+
+
+cdef int test_sum(ChunkSums *sums, size_t slot, int *finished) noexcept nogil:
+    cdef ChunkSum *chunk = &sums.slots[slot]
+    cdef int code, arrived = 0
+    finished[0] = False
+    if chunk.phase != CHUNK_OVERFLOWED:
+        sums.transport.call = "MPI_Test"
+        code = MPI_Test(&chunk.request, &arrived, MPI_STATUS_IGNORE)
+        if code != MPI_SUCCESS or not arrived:
+            return code
+        if chunk.phase == CHUNK_SUMS_AGAIN:
+            finish_again(chunk)
+            chunk.written = chunk.count
+        else:
+            chunk.written = selected_kernels().spread_mean(
+                chunk.job.element, chunk.buffers, chunk.ranks, chunk.first, chunk.count,
+                chunk.received, chunk.job.divisor,
+            )
+        if chunk.written == chunk.count:
+            chunk.phase = CHUNK_NONE
+            finished[0] = True
+            return MPI_SUCCESS
+        chunk.phase = CHUNK_OVERFLOWED
+    if may_start_again(sums, chunk):
+        return start_again(sums, chunk)
+    return MPI_SUCCESS

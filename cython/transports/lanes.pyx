@@ -1,0 +1,207 @@
+"""The transport between nodes: shared memory inside each, one MPI_Iallreduce a chunk between.
+
+Each node has as many lanes as the smallest node has ranks, and rank l of a node drives lane
+l: for every chunk of its lane it adds the chunks of the node's ranks, starts the all-reduce
+with rank l of the other nodes, and writes the mean to all ranks of its node. So all ranks of
+a node keep the network busy, each byte crosses it once a node, and the sum in the node, the
+wire and the writing of different chunks overlap.
+
+Note [Chunks and windows]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+A whole bucket in one Iallreduce, or all chunks at once, use one direction of the link at a
+time (measured: twice the wire's time on Open MPI over TCP). With one or two chunks of 256 KB
+to 1 MB in flight a lane, both directions stay full.
+Chunks start in order of bucket and chunk on every rank of a lane, so MPI matches them alike.
+The first chunk of bucket k belongs to lane k modulo the number of lanes: many small buckets
+are spread over all lanes, too.
+"""
+
+from libc.stdint cimport uint32_t
+from libc.stdlib cimport free
+
+from mpi4py.libmpi cimport MPI_SUCCESS, MPI_Comm
+
+from mpiddp.engine.interface cimport (
+    ADVANCE_BLOCKED, ADVANCE_DONE, ADVANCE_FAILED, ADVANCE_PENDING, ADVANCE_SOME, MAX_SLOTS,
+    Advance, Job, Transport,
+)
+from mpiddp.mpi.errors cimport check_errno
+from mpiddp.system.kernels cimport element_bytes
+from mpiddp.transports.chunk_sums cimport set_up, start_sum, test_sum
+from mpiddp.transports.shared cimport (
+    CACHE_LINE, SharedBucket, all_arrived, all_finished, announce, finish_chunk, sleep, take_ticket,
+)
+from mpiddp.transports.shared import SharedBuckets, make_bell
+
+
+cdef extern from "<stdlib.h>" nogil:
+    int posix_memalign(void **, size_t, size_t)
+
+
+cdef size_t first_element(LaneState *state, Job *job, size_t chunk) noexcept nogil:
+    return chunk * (state.shared.chunk_bytes // element_bytes(job.element))
+
+
+cdef size_t elements_of(LaneState *state, Job *job, size_t chunk) noexcept nogil:
+    cdef size_t first = first_element(state, job, chunk)
+    return min(state.shared.chunk_bytes // element_bytes(job.element), job.count - first)
+
+
+cdef void announce_to_lane(Transport *transport, Job *job) noexcept nogil:
+    cdef LaneState *state = <LaneState *>transport
+    cdef SharedBucket *bucket = <SharedBucket *>job.context
+    cdef size_t lanes = state.lanes
+    # This rank's chunks are every `lanes`-th from here on.
+    bucket.next_own = bucket.chunks
+    if state.shared.rank < lanes:
+        bucket.next_own = <uint32_t>((state.shared.rank + lanes - bucket.index % lanes) % lanes)
+    announce(transport, job)
+
+
+cdef int start_chunk(LaneState *state, size_t slot, Job *job, size_t chunk) noexcept nogil:
+    cdef SharedBucket *bucket = <SharedBucket *>job.context
+    state.jobs[slot] = job
+    state.in_flight += 1
+    return start_sum(
+        &state.sums, slot, job, bucket.buffers, state.shared.ranks,
+        first_element(state, job, chunk), elements_of(state, job, chunk),
+    )
+
+
+cdef int poll(Transport *transport, int *advanced) noexcept nogil:
+    """Write the means of the chunks that have arrived."""
+    cdef LaneState *state = <LaneState *>transport
+    cdef Job *job
+    cdef size_t slot
+    cdef int code, finished
+    if not state.in_flight:
+        return MPI_SUCCESS
+    for slot in range(state.window):
+        job = state.jobs[slot]
+        if job == NULL:
+            continue
+        code = test_sum(&state.sums, slot, &finished)
+        if code != MPI_SUCCESS:
+            return code
+        if not finished:
+            continue
+        state.jobs[slot] = NULL
+        state.in_flight -= 1
+        finish_chunk(&state.shared, <SharedBucket *>job.context)
+        advanced[0] += 1
+    return MPI_SUCCESS
+
+
+cdef Advance advance(Transport *transport, Job *job, int helping) noexcept nogil:
+    cdef LaneState *state = <LaneState *>transport
+    cdef SharedBucket *bucket = <SharedBucket *>job.context
+    cdef Advance status = ADVANCE_PENDING
+    cdef size_t slot
+    if not all_arrived(&state.shared, bucket):
+        return ADVANCE_BLOCKED
+    for slot in range(state.window):
+        if bucket.next_own >= bucket.chunks:
+            break
+        if state.jobs[slot] != NULL:
+            continue
+        transport.code = start_chunk(state, slot, job, bucket.next_own)
+        if transport.code != MPI_SUCCESS:
+            return ADVANCE_FAILED
+        bucket.next_own += <uint32_t>state.lanes
+        status = ADVANCE_SOME
+    # No slot is freed before the next poll, so no later bucket can overtake this one.
+    if all_finished(bucket):
+        return ADVANCE_DONE
+    return status
+
+
+cdef class LaneTransport:
+    """Means of gradients over several nodes.
+
+    Collective over `communicator`.
+
+    Args:
+        communicator: an mpi4py communicator of all ranks.
+        node: its ranks that share memory with this one, used by nothing else.
+        chunk_bytes: size of a chunk in bytes of the bucket, a multiple of 64. 16-bit elements
+            travel as float32, in twice as many.
+        window: chunks in flight at once in each lane, 1 to 16.
+
+    Raises:
+        ValueError: `chunk_bytes` or `window` is out of range.
+        OSError: no memory, or the ranks cannot share memory; raised on all ranks of the node.
+    """
+
+    def __init__(self, communicator, node, *, size_t chunk_bytes=1 << 19, size_t window=2):
+        cdef void *memory = NULL
+        if chunk_bytes == 0 or chunk_bytes % CACHE_LINE or chunk_bytes > 1 << 29:
+            raise ValueError(
+                f"chunk_bytes must be a multiple of {CACHE_LINE} of at most 2^29, "
+                f"not {chunk_bytes}"
+            )
+        if not 1 <= window <= MAX_SLOTS:
+            raise ValueError(f"window must be 1 to {MAX_SLOTS}, not {window}")
+        from mpi4py import MPI
+
+        self.node = node
+        self.state.shared.ranks = node.Get_size()
+        self.state.shared.rank = node.Get_rank()
+        self.state.shared.chunk_bytes = chunk_bytes
+        self.state.window = window
+        self.state.lanes = communicator.allreduce(self.state.shared.ranks, op=MPI.MIN)
+        drives = self.state.shared.rank < self.state.lanes
+        self.lane = communicator.Split(
+            self.state.shared.rank if drives else MPI.UNDEFINED, communicator.Get_rank()
+        )
+        self.lane_again = MPI.COMM_NULL
+        if drives:
+            self.lane_again = self.lane.Dup()
+            self.lane.Set_errhandler(MPI.ERRORS_RETURN)
+            self.lane_again.Set_errhandler(MPI.ERRORS_RETURN)
+        # Before what may fail on one rank alone: it is collective.
+        self.bell = make_bell(node, <size_t>&self.state.shared)
+        check_errno(posix_memalign(&memory, CACHE_LINE, 4 * window * chunk_bytes), "posix_memalign")
+        self.memory = <char *>memory
+        # 16-bit elements are summed in twice as many bytes.
+        set_up(
+            &self.state.sums, &self.state.shared.transport, <MPI_Comm><size_t>self.lane.handle,
+            <MPI_Comm><size_t>self.lane_again.handle, self.memory, window, 2 * chunk_bytes,
+        )
+        self.state.shared.transport.announce = announce_to_lane
+        self.state.shared.transport.poll = poll
+        self.state.shared.transport.advance = advance
+        self.state.shared.transport.take_ticket = take_ticket
+        self.state.shared.transport.sleep = sleep
+        self.state.shared.transport.wants_thread = True
+
+    def __dealloc__(self):
+        cdef size_t slot
+        for slot in range(self.state.window):
+            if self.state.jobs[slot] != NULL:
+                return      # MPI still writes there
+        free(self.memory)
+
+    def allocate(self, sizes):
+        """Return a `BucketMemory` for each of `sizes` in bytes.
+
+        Collective.
+
+        Raises:
+            OSError: some rank has too little memory; raised on all ranks of its node.
+        """
+        buckets = SharedBuckets(self.node, sizes, self.state.shared.chunk_bytes)
+        return buckets.memories(sizes, self.state.shared.rank)
+
+    def free(self):
+        """Free the communicators. Collective."""
+        from mpi4py import MPI
+
+        for lane in (self.lane, self.lane_again):
+            if lane != MPI.COMM_NULL:
+                lane.Free()
+        self.node.Free()
+
+    @property
+    def address(self):
+        """Where the engine finds the C ``Transport``."""
+        return <size_t>&self.state.shared.transport

@@ -1,0 +1,68 @@
+from libc.stdint cimport uint32_t
+
+from mpiddp.engine.interface cimport Job, Transport
+
+
+cdef enum:
+    CACHE_LINE = 64
+
+
+cdef struct Bell:
+    # One a transport, in shared memory: rung when a waiting rank may find something to do.
+    uint32_t rung           # how often, a futex
+    uint32_t sleepers
+    char padding[CACHE_LINE - 8]
+
+
+cdef struct Meeting:
+    # One a bucket, in shared memory, followed by a claim for each chunk. All numbers only
+    # grow: in the n-th round of a bucket they are compared with n times what a round adds.
+    uint32_t arrived        # ranks that have filled the bucket
+    char padding[CACHE_LINE - 4]
+    uint32_t finished       # chunks that hold the mean
+    char padding_behind[CACHE_LINE - 4]
+
+
+cdef struct SharedBucket:
+    # What one process knows of a bucket.
+    Meeting *meeting
+    uint32_t *claims        # the round in which a chunk was last taken by some rank
+    char **buffers          # of each rank
+    size_t index            # in its set of buckets
+    uint32_t round          # how often the bucket was submitted
+    uint32_t chunks
+    uint32_t next_own       # chunk of its own that this rank takes next
+    uint32_t end_of_own
+    int swept               # all chunks of this round are taken
+
+
+cdef struct SharedState:
+    Transport transport     # first: the engine's pointer is a pointer to this
+    Bell *bell
+    size_t ranks
+    size_t rank
+    size_t chunk_bytes
+
+
+cdef class SharedTransport:
+    cdef SharedState state
+    cdef object node
+    cdef object bell
+
+
+cdef class SharedBuckets:
+    cdef SharedBucket *buckets
+    cdef char **buffers
+    cdef list mappings
+
+
+# What a transport that meets in shared memory and reduces in another way needs.
+cdef void announce(Transport *transport, Job *job) noexcept nogil
+cdef int all_arrived(SharedState *state, SharedBucket *bucket) noexcept nogil
+cdef int all_finished(SharedBucket *bucket) noexcept nogil
+cdef void finish_chunk(SharedState *state, SharedBucket *bucket) noexcept nogil
+cdef uint32_t load32(const uint32_t *counter) noexcept nogil
+cdef uint32_t add32(uint32_t *counter, uint32_t number) noexcept nogil
+cdef void ring(Bell *bell) noexcept nogil
+cdef unsigned int take_ticket(Transport *transport) noexcept nogil
+cdef void sleep(Transport *transport, unsigned int ticket, double seconds) noexcept nogil

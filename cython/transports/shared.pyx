@@ -1,0 +1,320 @@
+"""The transport inside a node: ranks reduce straight in each other's buckets.
+
+All ranks' buckets are mapped into all of them (shared_memory.pyx). When the last rank has
+filled a bucket, each rank takes chunks of it: it adds the chunk of all ranks, always in
+order of rank, divides, and writes the mean where each rank reads it. Nothing is copied,
+and nobody sends anything.
+
+Note [Who reduces a chunk]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+Each rank has chunks of its own, one part of every bucket, and takes those first: its
+memory pages and its NUMA node stay the same from step to step. A rank that waits at the
+end of backward helps with the chunks that others have not begun. A chunk is taken by
+advancing its claim to the current round, which only one rank can do. Who took it does not
+show in the result, because the order of the sum is fixed.
+A bucket with fewer chunks than ranks belongs to whoever comes first, which is the last
+rank to fill it: so small buckets cost one meeting, not two.
+
+Note [No lock, no reset]
+~~~~~~~~~~~~~~~~~~~~~~~~
+A rank fills its bucket for the next round only after all chunks of this one are finished,
+and no chunk can be taken before all ranks have filled theirs. So nobody writes what
+another one still reads, and counters that only grow need no reset. They wrap around at
+2^32; only differences are compared.
+"""
+
+from libc.stdint cimport int32_t, uint32_t, uintptr_t
+from libc.stdlib cimport calloc, free
+from posix.time cimport timespec
+
+import torch
+
+from mpiddp.engine.interface cimport (
+    ADVANCE_BLOCKED, ADVANCE_DONE, ADVANCE_PENDING, ADVANCE_SOME, Advance, Job, Transport,
+)
+from mpiddp.system.kernels cimport element_bytes, selected_kernels
+from mpiddp.system.posix cimport as_timespec
+from mpiddp.transports.shared_memory cimport Mapping
+from mpiddp.engine.memory import BucketMemory
+from mpiddp.transports import shared_memory
+
+
+cdef extern from *:
+    """
+    #include <stdint.h>
+    #include <limits.h>
+    #include <linux/futex.h>
+    #include <sys/syscall.h>
+    #include <time.h>
+    #include <unistd.h>
+
+    static inline uint32_t mpiddp_load32(const uint32_t *p)
+    { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+    static inline uint32_t mpiddp_add32(uint32_t *p, uint32_t n)
+    { return __atomic_add_fetch(p, n, __ATOMIC_ACQ_REL); }
+    static inline int mpiddp_swap32(uint32_t *p, uint32_t from, uint32_t to)
+    {
+        return __atomic_compare_exchange_n(
+            p, &from, to, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+    }
+
+    /* Not FUTEX_PRIVATE: the waiters are in other processes. */
+    static inline void mpiddp_futex_wait(uint32_t *p, uint32_t value, const struct timespec *limit)
+    { syscall(SYS_futex, p, FUTEX_WAIT, value, limit, NULL, 0); }
+    static inline void mpiddp_futex_wake_all(uint32_t *p)
+    { syscall(SYS_futex, p, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
+    static inline void mpiddp_full_fence(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+    """
+    uint32_t inline_load32 "mpiddp_load32"(const uint32_t *) noexcept nogil
+    uint32_t inline_add32 "mpiddp_add32"(uint32_t *, uint32_t) noexcept nogil
+    int swap32 "mpiddp_swap32"(uint32_t *, uint32_t, uint32_t) noexcept nogil
+    void futex_wait "mpiddp_futex_wait"(uint32_t *, uint32_t, const timespec *) noexcept nogil
+    void futex_wake_all "mpiddp_futex_wake_all"(uint32_t *) noexcept nogil
+    void full_fence "mpiddp_full_fence"() noexcept nogil
+
+
+cdef uint32_t load32(const uint32_t *counter) noexcept nogil:
+    return inline_load32(counter)
+
+
+cdef uint32_t add32(uint32_t *counter, uint32_t number) noexcept nogil:
+    """Add and return the new value."""
+    return inline_add32(counter, number)
+
+
+cdef void ring(Bell *bell) noexcept nogil:
+    add32(&bell.rung, 1)
+    # Either the sleeper sees the new number, or this sees the sleeper.
+    full_fence()
+    if load32(&bell.sleepers):
+        futex_wake_all(&bell.rung)
+
+
+cdef unsigned int take_ticket(Transport *transport) noexcept nogil:
+    return load32(&(<SharedState *>transport).bell.rung)
+
+
+cdef void sleep(Transport *transport, unsigned int ticket, double seconds) noexcept nogil:
+    cdef Bell *bell = (<SharedState *>transport).bell
+    cdef timespec limit = as_timespec(seconds)
+    add32(&bell.sleepers, 1)
+    full_fence()
+    futex_wait(&bell.rung, ticket, &limit)
+    add32(&bell.sleepers, <uint32_t>-1)
+
+
+cdef int reached(uint32_t counter, uint32_t target) noexcept nogil:
+    return <int32_t>(counter - target) >= 0
+
+
+cdef int all_arrived(SharedState *state, SharedBucket *bucket) noexcept nogil:
+    return reached(
+        load32(&bucket.meeting.arrived), bucket.round * <uint32_t>state.ranks
+    )
+
+
+cdef int all_finished(SharedBucket *bucket) noexcept nogil:
+    return reached(load32(&bucket.meeting.finished), bucket.round * bucket.chunks)
+
+
+cdef void finish_chunk(SharedState *state, SharedBucket *bucket) noexcept nogil:
+    if add32(&bucket.meeting.finished, 1) == bucket.round * bucket.chunks:
+        ring(state.bell)
+
+
+cdef void announce(Transport *transport, Job *job) noexcept nogil:
+    cdef SharedState *state = <SharedState *>transport
+    cdef SharedBucket *bucket = <SharedBucket *>job.context
+    bucket.round += 1
+    if add32(&bucket.meeting.arrived, 1) == bucket.round * <uint32_t>state.ranks:
+        ring(state.bell)
+
+
+cdef void announce_to_node(Transport *transport, Job *job) noexcept nogil:
+    cdef SharedState *state = <SharedState *>transport
+    cdef SharedBucket *bucket = <SharedBucket *>job.context
+    cdef size_t chunks = bucket.chunks
+    bucket.swept = False
+    if chunks < state.ranks:
+        bucket.next_own = 0
+        bucket.end_of_own = bucket.chunks
+    else:
+        bucket.next_own = <uint32_t>(chunks * state.rank // state.ranks)
+        bucket.end_of_own = <uint32_t>(chunks * (state.rank + 1) // state.ranks)
+    announce(transport, job)
+
+
+cdef void reduce_chunk(SharedState *state, Job *job, uint32_t chunk) noexcept nogil:
+    cdef SharedBucket *bucket = <SharedBucket *>job.context
+    cdef size_t elements = state.chunk_bytes // element_bytes(job.element)
+    cdef size_t first = chunk * elements
+    selected_kernels().mean_in_place(
+        job.element, bucket.buffers, state.ranks, first, min(elements, job.count - first),
+        job.divisor,
+    )
+    finish_chunk(state, bucket)
+
+
+cdef int take_chunk(SharedBucket *bucket, uint32_t chunk) noexcept nogil:
+    return swap32(&bucket.claims[chunk], bucket.round - 1, bucket.round)
+
+
+cdef Advance advance(Transport *transport, Job *job, int helping) noexcept nogil:
+    cdef SharedState *state = <SharedState *>transport
+    cdef SharedBucket *bucket = <SharedBucket *>job.context
+    cdef uint32_t chunk
+    cdef Advance status = ADVANCE_PENDING
+    if not all_arrived(state, bucket):
+        return ADVANCE_BLOCKED
+    while bucket.next_own < bucket.end_of_own:
+        chunk = bucket.next_own
+        bucket.next_own += 1
+        if take_chunk(bucket, chunk):
+            reduce_chunk(state, job, chunk)
+            status = ADVANCE_SOME
+    if helping and not bucket.swept:
+        bucket.swept = True
+        for chunk in range(bucket.chunks):
+            if load32(&bucket.claims[chunk]) != bucket.round and take_chunk(bucket, chunk):
+                reduce_chunk(state, job, chunk)
+                status = ADVANCE_SOME
+    if all_finished(bucket):
+        return ADVANCE_DONE
+    return status
+
+
+def make_bell(node, size_t state):
+    """Give the `SharedState` at this address its bell; return what keeps the memory alive.
+
+    Collective over `node`.
+
+    Raises:
+        OSError: the ranks cannot share memory; raised on all ranks.
+    """
+    cdef Mapping first = shared_memory.allocate(node, sizeof(Bell))[0]
+    (<SharedState *>state).bell = <Bell *>first.address
+    return first
+
+
+cdef class SharedBuckets:
+    """The memory of one set of buckets on all ranks of a node, and where they meet.
+
+    Collective over `node`.
+
+    Args:
+        node: an mpi4py communicator whose ranks share memory.
+        sizes: of the buckets in bytes, the same on all ranks.
+        chunk_bytes: size of a chunk in bytes.
+
+    Raises:
+        OSError: some rank cannot make or map some memory; raised on all ranks.
+    """
+
+    def __init__(self, node, sizes, size_t chunk_bytes):
+        cdef size_t ranks = node.Get_size()
+        cdef size_t index, rank, place, chunks
+        cdef Mapping mapping
+        cdef SharedBucket *bucket
+        chunk_counts = [-(-size // chunk_bytes) for size in sizes]
+        # First where the ranks meet, used in rank 0's piece only; then the gradients.
+        meetings = [sizeof(Meeting) + _whole_lines(4 * chunks) for chunks in chunk_counts]
+        self.mappings = shared_memory.allocate(
+            node, sum(meetings) + sum([_whole_lines(size) for size in sizes]) + CACHE_LINE
+        )
+        self.buckets = <SharedBucket *>calloc(max(len(sizes), 1), sizeof(SharedBucket))
+        self.buffers = <char **>calloc(max(len(sizes), 1) * ranks, sizeof(char *))
+        if self.buckets == NULL or self.buffers == NULL:
+            raise MemoryError
+        mapping = self.mappings[0]
+        place = 0
+        for index in range(len(sizes)):
+            bucket = &self.buckets[index]
+            bucket.meeting = <Meeting *>(mapping.address + place)
+            bucket.claims = <uint32_t *>(mapping.address + place + sizeof(Meeting))
+            bucket.index = index
+            bucket.chunks = chunk_counts[index]
+            bucket.buffers = self.buffers + index * ranks
+            place += meetings[index]
+        for index in range(len(sizes)):
+            for rank in range(ranks):
+                mapping = self.mappings[rank]
+                self.buckets[index].buffers[rank] = mapping.address + place
+            place += _whole_lines(sizes[index])
+
+    def __dealloc__(self):
+        free(self.buckets)
+        free(self.buffers)
+
+    def memories(self, sizes, Py_ssize_t rank):
+        """Return the `BucketMemory` of each bucket of rank `rank`. Not collective."""
+        cdef size_t index
+        cdef Mapping own = self.mappings[rank]
+        everything = torch.frombuffer(own, dtype=torch.uint8)
+        result = []
+        for index, size in enumerate(sizes):
+            start = self.buckets[index].buffers[rank] - own.address
+            result.append(
+                BucketMemory(
+                    everything[start:start + size], self, <uintptr_t>&self.buckets[index]
+                )
+            )
+        return result
+
+
+def _whole_lines(size):
+    return -(-size // CACHE_LINE) * CACHE_LINE
+
+
+cdef class SharedTransport:
+    """Means of gradients over the ranks of one node, in shared memory.
+
+    Collective over `node`.
+
+    Args:
+        node: an mpi4py communicator whose ranks share memory, used by nothing else.
+        chunk_bytes: what a rank takes at once, in bytes of one bucket, a multiple of 64.
+        crowded: there are more ranks than cores; who waits sleeps at once.
+        wants_thread: there are cores to spare; the engine thread reduces as well.
+
+    Raises:
+        ValueError: `chunk_bytes` is no multiple of 64.
+        OSError: the ranks cannot share memory; raised on all ranks.
+    """
+
+    def __init__(self, node, *, size_t chunk_bytes=1 << 16, bint crowded=False,
+                 bint wants_thread=False):
+        if chunk_bytes == 0 or chunk_bytes % CACHE_LINE:
+            raise ValueError(
+                f"chunk_bytes must be a multiple of {CACHE_LINE}, not {chunk_bytes}"
+            )
+        self.node = node
+        self.bell = make_bell(node, <size_t>&self.state)
+        self.state.ranks = node.Get_size()
+        self.state.rank = node.Get_rank()
+        self.state.chunk_bytes = chunk_bytes
+        self.state.transport.announce = announce_to_node
+        self.state.transport.advance = advance
+        self.state.transport.take_ticket = take_ticket
+        self.state.transport.sleep = sleep
+        self.state.transport.crowded = crowded
+        self.state.transport.wants_thread = wants_thread
+
+    def allocate(self, sizes):
+        """Return a `BucketMemory` for each of `sizes` in bytes.
+
+        Collective.
+
+        Raises:
+            OSError: some rank has too little memory; raised on all ranks.
+        """
+        buckets = SharedBuckets(self.node, sizes, self.state.chunk_bytes)
+        return buckets.memories(sizes, self.state.rank)
+
+    def free(self):
+        """Free the communicator. Collective."""
+        self.node.Free()
+
+    @property
+    def address(self):
+        """Where the engine finds the C ``Transport``."""
+        return <size_t>&self.state.transport

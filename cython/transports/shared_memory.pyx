@@ -1,0 +1,251 @@
+"""Memory that the ranks of a node share: a piece a rank, mapped by all of them.
+
+Note [Anonymous files instead of windows]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Each rank makes its piece as an anonymous file (memfd_create) and the others open it
+through /proc. Compared with MPI_Win_allocate_shared: nothing is printed and no progress
+thread started by the MPI, the limits on /dev/shm in containers do not count, nothing is
+left behind when a job is killed, and each piece lives as long as anybody maps it, so that
+a gradient may outlive its model and nothing collective happens at garbage collection.
+posix_fallocate takes the pages at once: too little memory is an error here instead of a
+bus error in backward, and they come from the memory next to their owner's core.
+
+Note [Memory in forked children]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A child of fork() has the same mappings, so what it wrote to a gradient, all ranks would train
+with. Therefore each rank keeps the file of its own piece open, and in a child that piece is mapped
+anew at the same address, as private: it reads what is there, as long as it writes nothing it also
+sees what its parent writes later, and what it writes nobody else sees. Nothing is copied at the
+fork. The pieces of other ranks are taken from it; only the reducer knows their addresses.
+All forks of the C library are seen, so those of other languages' libraries too.
+"""
+
+import os
+
+from cpython.buffer cimport PyBuffer_FillInfo
+from libc.errno cimport EINVAL, errno
+
+from mpiddp.mpi.errors cimport check_errno
+from mpiddp.system.posix cimport (
+    pthread_atfork, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock,
+)
+
+
+cdef extern from "<sys/mman.h>" nogil:
+    void *mmap(void *, size_t, int, int, int, long long)
+    int munmap(void *, size_t)
+    const int PROT_NONE
+    const int PROT_READ
+    const int PROT_WRITE
+    const int MAP_ANONYMOUS
+    const int MAP_FIXED
+    const int MAP_NORESERVE
+    const int MAP_PRIVATE
+    const int MAP_SHARED
+    void *MAP_FAILED
+
+cdef extern from "<sys/stat.h>" nogil:
+    struct file_status "stat":
+        unsigned long long st_dev
+        unsigned long long st_ino
+    int fstat(int, file_status *)
+
+cdef extern from "<unistd.h>" nogil:
+    int close(int)
+
+cdef enum:
+    # Of Linux 6.3 and newer; administrators may refuse files without it (vm.memfd_noexec).
+    MFD_NOEXEC_SEAL = 0x0008
+
+# All mappings of this process, and what guards the list while it forks.
+cdef Segment *segments = NULL
+cdef pthread_mutex_t segments_lock
+
+
+cdef void before_fork() noexcept nogil:
+    pthread_mutex_lock(&segments_lock)
+
+
+cdef void after_fork() noexcept nogil:
+    pthread_mutex_unlock(&segments_lock)
+
+
+cdef int is_open(Segment *segment) noexcept nogil:
+    """Return whether the descriptor is still that of the file: programs close what they find."""
+    cdef file_status status
+    return (
+        segment.descriptor >= 0
+        and fstat(segment.descriptor, &status) == 0
+        and status.st_dev == segment.device
+        and status.st_ino == segment.inode
+    )
+
+
+cdef void after_fork_in_child() noexcept nogil:
+    """Take all mappings out of the memory that the ranks share; nothing else runs by then."""
+    cdef Segment *segment = segments
+    cdef int kept
+    while segment != NULL:
+        kept = False
+        if is_open(segment):
+            kept = mmap(
+                segment.address, segment.size, PROT_READ | PROT_WRITE,
+                MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, segment.descriptor, 0,
+            ) != MAP_FAILED
+            close(segment.descriptor)
+            segment.descriptor = -1
+        if not kept and not segment.private:
+            # The addresses stay taken, for `munmap` to find nobody else's memory there.
+            mmap(
+                segment.address, segment.size, PROT_NONE,
+                MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0,
+            )
+        segment.private = True
+        segment = segment.next
+    pthread_mutex_unlock(&segments_lock)
+
+
+check_errno(pthread_mutex_init(&segments_lock, NULL), "pthread_mutex_init")
+check_errno(pthread_atfork(before_fork, after_fork, after_fork_in_child), "pthread_atfork")
+
+
+cdef class Mapping:
+    """One file in memory, as a writable buffer of bytes; unmapped with its last user.
+
+    Not collective.
+
+    Args:
+        descriptor: of the file; it may be closed afterwards, unless it is `own`.
+        size: in bytes.
+        own: the descriptor is closed with the mapping, and forked children keep the content, see
+            Note [Memory in forked children].
+
+    Raises:
+        OSError: the file cannot be mapped.
+    """
+
+    def __init__(self, int descriptor, Py_ssize_t size, *, bint own=False):
+        cdef Segment *segment = &self.segment
+        cdef file_status status
+        cdef void *address = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0)
+        if address == MAP_FAILED:
+            raise OSError(errno, f"mmap of {size} bytes: {os.strerror(errno)}")
+        self.address = <char *>address
+        self.size = size
+        segment.address = self.address
+        segment.size = size
+        segment.descriptor = -1
+        if own and fstat(descriptor, &status) == 0:
+            segment.device = status.st_dev
+            segment.inode = status.st_ino
+            segment.descriptor = descriptor
+        self._enlist()
+
+    def __dealloc__(self):
+        if self.address != NULL:
+            self._strike_off()
+            munmap(self.address, self.size)
+            if is_open(&self.segment):
+                close(self.segment.descriptor)
+
+    cdef void _enlist(self) noexcept nogil:
+        global segments
+        pthread_mutex_lock(&segments_lock)
+        self.segment.next = segments
+        if segments != NULL:
+            segments.previous = &self.segment
+        segments = &self.segment
+        pthread_mutex_unlock(&segments_lock)
+
+    cdef void _strike_off(self) noexcept nogil:
+        global segments
+        pthread_mutex_lock(&segments_lock)
+        if self.segment.previous == NULL:
+            segments = self.segment.next
+        else:
+            self.segment.previous.next = self.segment.next
+        if self.segment.next != NULL:
+            self.segment.next.previous = self.segment.previous
+        pthread_mutex_unlock(&segments_lock)
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        PyBuffer_FillInfo(buffer, self, self.address, self.size, 0, flags)
+
+
+def allocate(node, Py_ssize_t size):
+    """Return mappings of every rank's piece of `size` zero bytes, in order of rank.
+
+    Collective over `node`.
+
+    Args:
+        node: an mpi4py communicator whose ranks share memory.
+        size: bytes of each piece, greater than zero, the same on all ranks.
+
+    Raises:
+        OSError: some rank cannot make or map some piece, or asks for another size; raised on
+            all ranks.
+    """
+    cdef int descriptor = -1
+    cdef Py_ssize_t rank
+    problem = ""
+    identity = None
+    mappings = []
+    try:
+        try:
+            descriptor = _create_file()
+            os.posix_fallocate(descriptor, 0, size)
+            identity = _identity(descriptor)
+        except (AttributeError, MemoryError, OSError) as error:
+            problem = f"cannot make {size} bytes of shared memory: {error}"
+        pieces = node.allgather(
+            (f"/proc/{os.getpid()}/fd/{descriptor}", identity, size, problem)
+        )
+        sizes = [their_size for _, _, their_size, _ in pieces]
+        if len(set(sizes)) > 1:
+            problem = f"sees ranks ask for different sizes of shared memory, in bytes: {sizes}"
+        elif not any(text for _, _, _, text in pieces):
+            try:
+                for rank, (path, expected, _, _) in enumerate(pieces):
+                    if rank == node.Get_rank():
+                        mappings.append(Mapping(descriptor, size, own=True))
+                        descriptor = -1
+                    else:
+                        mappings.append(_map(path, expected, size))
+            except (MemoryError, OSError) as error:
+                problem = f"cannot map the memory of rank {rank} of the node: {error}"
+        problems = [
+            f"rank {rank} of the {node.Get_size()} on {os.uname().nodename} {text}"
+            for rank, text in enumerate(node.allgather(problem)) if text
+        ]
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    if problems:
+        raise OSError(problems[0])
+    return mappings
+
+
+def _create_file():
+    """Return the descriptor of a new anonymous file that nobody can execute."""
+    try:
+        return os.memfd_create("mpiddp", os.MFD_CLOEXEC | MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != EINVAL:
+            raise
+        return os.memfd_create("mpiddp", os.MFD_CLOEXEC)    # before Linux 6.3
+
+
+def _identity(descriptor):
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+def _map(path, expected, size):
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        # In another container the same path may lead to another process.
+        if _identity(descriptor) != expected:
+            raise OSError(f"{path} is another file: do the ranks see the same processes?")
+        return Mapping(descriptor, size)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,150 @@
+"""Messages from rank to rank: torch's send and recv, and what is too large for MPI's counts.
+
+Counts and displacements are C ints before MPI-4 (Open MPI 5 still has no others), so what has
+more elements goes in pieces. A reduction or a broadcast is cut into several of its kind; where
+displacements would be too large, everybody sends to everybody.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from mpi4py import MPI
+
+from mpiddp.collectives import packing
+from mpiddp.mpi import datatypes
+
+if TYPE_CHECKING:
+    from mpiddp.collectives.operation import Group, Operation
+    from mpiddp.engine.requests import Pending
+
+# The largest count, and the largest displacement, that one MPI call takes.
+LARGEST_COUNT = 2**62 if MPI.Get_version() >= (4, 0) else 2**31 - 1
+
+ANY_SOURCE = -1
+
+
+def pieces(flat: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the views of a contiguous tensor that MPI can count; one at least. Not collective."""
+    if flat.numel() <= LARGEST_COUNT:
+        return (flat,)
+    return torch.split(flat.detach().view(-1), LARGEST_COUNT)
+
+
+def byte_pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return a contiguous tensor, or views of its bytes if it has too many. Not collective."""
+    if tensor.nbytes <= LARGEST_COUNT:
+        return (tensor,)  # a view would take microseconds
+    return pieces(packing.bytes_of(tensor))
+
+
+def send(group: Group, tensors: list[torch.Tensor], to: int, tag: int) -> Operation:
+    """Send tensors to one rank. Not collective."""
+    tag = _checked(group, to, tag)
+    sources = [packing.dense(tensor) for tensor in tensors]
+    yield [pending for source in sources for pending in send_bytes(group, source, to, tag)]
+    return tensors
+
+
+def receive(group: Group, tensors: list[torch.Tensor], source: int, tag: int) -> Operation:
+    """Receive tensors from one rank, or from any. Not collective.
+
+    Raises:
+        RuntimeError: a message has not as many bytes as the tensor.
+    """
+    rank = MPI.ANY_SOURCE if source == ANY_SOURCE else source
+    tag = _checked(group, rank, tag)
+    targets = [packing.dense(tensor) for tensor in tensors]
+    waited = [receive_bytes(group, target, rank, tag) for target in targets]
+    yield [pending for several in waited for pending in several]
+    for tensor, target, several in zip(tensors, targets, waited, strict=True):
+        received, expected = (
+            sum(pending.received for pending in several),
+            target.numel() * target.element_size(),
+        )
+        if received != expected:
+            raise RuntimeError(
+                f"rank {group.rank()}: a message of {received} bytes from rank "
+                f"{several[0].source} was received into a tensor of {expected} bytes "
+                f"({target.dtype}, shape {tuple(target.shape)})"
+            )
+        packing.write_back(target, tensor)
+    return tensors
+
+
+def send_bytes(group: Group, source: torch.Tensor, to: int, tag: int) -> list[Pending]:
+    """Start sending a contiguous tensor in as many messages as it needs. Not collective."""
+    return [
+        group.pending(
+            group.communicator.Isend(datatypes.buffer_of(piece), dest=to, tag=tag),
+            "MPI_Isend",
+            piece,
+        )
+        for piece in byte_pieces(source)
+    ]
+
+
+def receive_bytes(group: Group, target: torch.Tensor, source: int, tag: int) -> list[Pending]:
+    """Start receiving what `send_bytes` sends. Not collective."""
+    return [
+        group.pending(
+            group.communicator.Irecv(datatypes.buffer_of(piece), source=source, tag=tag),
+            "MPI_Irecv",
+            piece,
+        )
+        for piece in byte_pieces(target)
+    ]
+
+
+def exchange(
+    group: Group,
+    outgoing: Sequence[torch.Tensor | None],
+    incoming: Sequence[torch.Tensor | None],
+) -> list[Pending]:
+    """Start sending to each rank its bytes, and receiving each one's. Collective.
+
+    Args:
+        group: the process group.
+        outgoing: for each rank a contiguous tensor, or None for nothing.
+        incoming: the same; what comes from this rank itself is copied at once.
+    """
+    tag = _largest_tag()
+    own = group.rank()
+    waited = []
+    for rank, target in enumerate(incoming):
+        if target is not None and rank != own:
+            waited += receive_bytes(group, target, rank, tag)
+    for rank, source in enumerate(outgoing):
+        if source is not None and rank != own:
+            waited += send_bytes(group, source, rank, tag)
+    source, target = outgoing[own], incoming[own]
+    if source is not None and target is not None:
+        if source.dtype == target.dtype and source.shape == target.shape:
+            with torch.no_grad():
+                target.copy_(source)
+        else:
+            packing.bytes_of(target).copy_(packing.bytes_of(source))
+    return waited
+
+
+@functools.cache
+def _largest_tag() -> int:
+    return int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)  # the least that MPI allows
+
+
+def _checked(group: Group, rank: int, tag: int) -> int:
+    """Return the tag if MPI can carry it.
+
+    Raises:
+        ValueError: it is negative or too large, or there is no such rank.
+    """
+    if rank != MPI.ANY_SOURCE and not 0 <= rank < group.size():
+        raise ValueError(f"there is no rank {rank} in a group of {group.size()}")
+    # The largest one is taken by `exchange`.
+    largest = _largest_tag() - 1
+    if not 0 <= tag <= largest:
+        raise ValueError(f"tag must be 0 to {largest} with this MPI, not {tag}")
+    return tag

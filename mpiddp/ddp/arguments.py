@@ -1,0 +1,143 @@
+"""What the arguments of DistributedDataParallel must be, checked before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from mpiddp.gpu.runtime import runtime_of
+from mpiddp.reducer.bucket import supported_dtypes
+
+_FLAGS = (
+    "broadcast_buffers",
+    "init_sync",
+    "find_unused_parameters",
+    "check_reduction",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "skip_all_reduce_unused_params",
+    "batched_grad_copy",
+    "forward_sync_buffers",
+)
+
+
+def check_module(module: object) -> None:
+    """Check that a module's parameters and buffers can be replicated. Not collective.
+
+    Raises:
+        TypeError: it is no module, or some tensor cannot be replicated or averaged.
+        ValueError: some tensor is neither on the CPU nor on a GPU of CUDA or ROCm.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    named = [
+        *(
+            (f"parameter {name!r}", p)
+            for name, p in module.named_parameters()
+            if name not in ignored
+        ),
+        *((f"buffer {name!r}", b) for name, b in module.named_buffers() if name not in ignored),
+    ]
+    for name, tensor in named:
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            continue  # torch says what to do about these
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"mpiddp trains on the CPU and on GPUs of CUDA and ROCm, which torch calls cuda; "
+                f"{name} is on {tensor.device}"
+            )
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{name} has layout {tensor.layout}; only dense tensors are replicated")
+        if tensor.requires_grad and tensor.dtype not in supported_dtypes():
+            raise TypeError(
+                f"{name} has dtype {tensor.dtype}, whose gradients cannot be averaged; supported "
+                f"are {', '.join(map(str, supported_dtypes()))}"
+            )
+
+
+def check_flags(arguments: Mapping[str, object]) -> None:
+    """Check the arguments that are to be true or false, or None. Not collective.
+
+    Raises:
+        TypeError: one of them is something else.
+    """
+    for name in _FLAGS:
+        value = arguments[name]
+        # numpy's bool is none of Python's, and 0 and 1 serve as flags in many a script.
+        if value is not None and not isinstance(value, bool | int | numpy.bool_):
+            raise TypeError(f"{name} must be a bool, not {value!r}")
+
+
+def check_bucket_sizes(size: float | None, sizes: Sequence[int] | None) -> None:
+    """Check `bucket_cap_mb` and `bucket_cap_mb_list`. Not collective.
+
+    Raises:
+        TypeError: one is no number, or `sizes` no list.
+        ValueError: one is negative or not finite.
+    """
+    if sizes is not None and not isinstance(sizes, list | tuple):
+        raise TypeError(f"bucket_cap_mb_list must be a list of numbers of MiB, not {sizes!r}")
+    for name, value in [("bucket_cap_mb", size), *(("bucket_cap_mb_list", s) for s in sizes or ())]:
+        if value is None and name == "bucket_cap_mb":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name} must be a number of MiB, not {value!r}")
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"{name} must be a finite number of MiB, not negative: {value!r}")
+
+
+def check_devices(module: torch.nn.Module, device_ids: object, output_device: object) -> None:
+    """Check that no device is asked for if a module is on the CPU. Not collective.
+
+    What they may be for a module on GPUs, torch's class checks.
+
+    Raises:
+        ValueError: one is.
+    """
+    if not _is_on_cpu(module):
+        return
+    for name, value in (("device_ids", device_ids), ("output_device", output_device)):
+        if value is not None and value != []:
+            raise ValueError(
+                f"{name} must be None for a module on the CPU, as in torch's class, not {value!r}"
+            )
+
+
+def _is_on_cpu(module: torch.nn.Module) -> bool:
+    return all(parameter.device.type == "cpu" for parameter in module.parameters())
+
+
+def has_streams(module: torch.nn.Module) -> bool:
+    """Whether some parameter is on a GPU. Not collective."""
+    return any(runtime_of(parameter.device) for parameter in module.parameters())
+
+
+def check_process_group(process_group: object, device_mesh: Any) -> None:
+    """Check that the group, that of the mesh or the world is one of mpiddp. Not collective.
+
+    Raises:
+        TypeError: it is another backend's.
+        RuntimeError: there is no group at all.
+    """
+    if device_mesh is not None:
+        if process_group is not None or device_mesh.ndim != 1:
+            return  # torch says what is wrong with these
+        process_group = device_mesh.get_group(mesh_dim=0)
+    if process_group is None:
+        if not dist.is_initialized():
+            raise RuntimeError("call mpiddp.init_process_group() before DistributedDataParallel")
+        process_group = dist.group.WORLD
+    from mpiddp.process_group.group import ProcessGroup
+
+    if not isinstance(process_group, ProcessGroup):
+        name = getattr(process_group, "name", lambda: type(process_group).__name__)
+        raise TypeError(
+            f"DistributedDataParallel of mpiddp needs a process group of mpiddp, not "
+            f"{name() if callable(name) else name}: start with mpiddp.init_process_group()"
+        )

@@ -1,0 +1,218 @@
+"""The reducer under all the names by which torch's wrapper calls it.
+
+What is called once an iteration or less, and needs no speed, stands here; the path of the
+gradients is reducer.pyx.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from mpiddp.reducer import bucket_progress, static_graph
+from mpiddp.reducer.reducer import Reducer
+from mpiddp.torch_internals.compiler import skip_compilation
+from mpiddp.torch_internals.profiling import BucketEvents, is_profiling, searching_unused_parameters
+
+if TYPE_CHECKING:
+    from mpiddp.ddp.grad_bucket import GradBucket
+    from mpiddp.ddp.logger import Logger
+    from mpiddp.ddp.mixed_precision import NarrowParameters
+    from mpiddp.ddp.python_hook import PythonHook
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _notes_errors(method: Method) -> Method:
+    """Let a method of a reducer note what it raises."""
+
+    @functools.wraps(method)
+    def noting(self: TorchReducer, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except Exception as error:
+            self.note_error(error)
+            raise
+
+    return noting  # type: ignore[return-value]
+
+
+@skip_compilation
+class TorchReducer(Reducer):
+    """A `Reducer` that stands where torch's C++ Reducer stands in torch's wrapper."""
+
+    logger: weakref.ref[Logger] | None = None
+    # Given by the process group: which of its wrapped modules this is, see wrapped_modules.py.
+    number: int
+    module_name: str
+    narrow_parameters: NarrowParameters  # only in mixed precision on the CPU
+    _unused_before: Sequence[int] | None = None
+    _unused_changed = False
+
+    def compress(self, dtype: torch.dtype | None) -> None:
+        """Let float32 and float64 gradients travel as `dtype`, see Note [Compression].
+
+        Collective, unless `dtype` is None, for no compression.
+
+        Raises:
+            RuntimeError: a backward pass is going on, or did not end.
+        """
+        self._refuse_hook_in_backward()
+        self.compression = dtype
+        if dtype is not None:
+            self._build_buckets([bucket.parameter_indices for bucket in self.buckets])
+
+    def call_hook(self, python_hook: PythonHook) -> None:
+        """Let an `mpiddp.ddp.python_hook.PythonHook` reduce gradients, see Note [Hooks in Python].
+
+        Collective.
+
+        Raises:
+            RuntimeError: a backward pass is going on, or did not end.
+        """
+        self._refuse_hook_in_backward()
+        self.python_hook = python_hook
+        self._build_buckets([bucket.parameter_indices for bucket in self.buckets])
+
+    def _refuse_hook_in_backward(self) -> None:
+        # A hook of the user may come before the first gradient is taken.
+        if self.ready or (self.expecting and torch._C._current_graph_task_id() != -1):
+            raise RuntimeError(
+                "a communication hook cannot be registered during a backward pass, nor after "
+                "one that did not end"
+            )
+
+    # What the process group asks, see wrapped_modules.py.
+
+    buckets_filled = bucket_progress.filled
+    describe_progress = bucket_progress.describe_progress
+    describe_wait = bucket_progress.describe_wait
+
+    # What torch's wrapper calls.
+
+    prepare_for_forward = _notes_errors(Reducer.prepare_for_forward)
+    _rebuild_buckets = _notes_errors(Reducer._rebuild_buckets)
+
+    def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
+        """Expect a backward whose gradients are to be reduced, as in `Reducer`."""
+        self.profile = None
+        if not is_profiling():
+            super().prepare_for_backward(outputs)
+            return
+        if self.python_hook is None:  # else the hook's own operations are seen
+            self.profile = BucketEvents()
+        with searching_unused_parameters(self.find_unused_parameters):
+            super().prepare_for_backward(outputs)
+
+    @_notes_errors
+    def end_of_backward(self) -> None:
+        """Wait for the buckets and write the means, as in `Reducer`. Collective."""
+        reductions = self.reductions
+        super().end_of_backward()
+        if self.reductions > reductions and self.find_unused_parameters:
+            before, self._unused_before = self._unused_before, self.unused
+            self._unused_changed |= before is not None and before != self.unused
+
+    def _ddp_graph_static(self) -> bool:
+        """Return whether the same parameters were unused in each backward so far.
+
+        Not collective. Known with `find_unused_parameters`, else True.
+        """
+        return not self._unused_changed
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        """Return how many ranks have used each parameter in the last backward.
+
+        Collective, other than in torch's class: here nobody but the caller needs it.
+        """
+        used = torch.ones(len(self.parameters), dtype=torch.int32)
+        used[list(self.unused)] = 0
+        self.process_group.allreduce([used]).wait()
+        return used
+
+    @_notes_errors
+    def _check_reducer_finalized(self) -> None:
+        """Raise RuntimeError unless the last backward was reduced to its end. Not collective."""
+        if self.expecting:
+            raise RuntimeError(
+                "Expected to have finished reduction: backward() was not called since the last "
+                "forward pass, or did not end."
+            )
+
+    def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
+        """Divide by the number of ranks that have not joined, unless it is to be static.
+
+        Not collective.
+
+        Args:
+            work: of the sum over ranks, in which each that has not joined is 1.
+            use_static_world_size: whether to divide by the size of the group all the same.
+        """
+        if not use_static_world_size:
+            work.wait()
+            self.set_divisor(work.get_future().value()[0].item())
+
+    def _push_all_rebuilt_params(self) -> None:
+        """Keep the order that was guessed, on a rank whose own backwards show none.
+
+        Not collective.
+        """
+        if not self.has_rebuilt_buckets and len(self.arrival_order) < len(self.parameters):
+            self.arrival_order = [
+                index for bucket in self.buckets for index in bucket.parameter_indices
+            ]
+
+    @_notes_errors
+    def _set_static_graph(self) -> None:
+        """Count in the first backward how often each hook runs, see static_graph.pyx.
+
+        Not collective, but the same on all ranks.
+
+        Raises:
+            RuntimeError: there was a forward pass already.
+        """
+        static_graph.begin(self)
+
+    def _run_comm_hook(self, bucket: GradBucket) -> Any:
+        """Call the hook for a GradBucket and return its future. Collective if the hook is."""
+        return (self.python_hook or self._run_allreduce_hook)(bucket)
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Sum the buffer of a GradBucket over all ranks in place; return a future of it.
+
+        Collective.
+        """
+        work = self.process_group.allreduce([bucket.buffer()])
+        future: torch.futures.Future[torch.Tensor] = work.get_future().then(
+            lambda future: future.value()[0]
+        )
+        return future
+
+    def _install_post_backward_futures(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
+        """Wait for `futures` too at the end of the next backward. Not collective."""
+        self.post_backward_futures.extend(futures)
+
+    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype | None) -> None:
+        """Do nothing: the reducer knows it since it was made. Not collective."""
+
+    def _autograd_hook(self, index: int) -> None:
+        """Do nothing: parameter `index` has a hook of the reducer's own. Not collective.
+
+        torch's wrapper calls this in mixed precision, when its parameters' data is another: that
+        makes new nodes of the graph, but hooks of parameters stay.
+        """
+
+    def set_logger(self, logger: Logger) -> None:
+        """Remember the wrapper's logger (weakly). Not collective."""
+        self.logger = weakref.ref(logger)
+
+    def note_error(self, error: Exception) -> None:
+        """Let the logging data have an error that is about to be raised. Not collective."""
+        logger = None if self.logger is None else self.logger()
+        if logger is not None:
+            logger.set_error_and_log(str(error))

@@ -1,0 +1,54 @@
+"""The wrapper of a rank whose inputs have ended before the others': what join() asks of it.
+
+See joined.pyx. The rest of join() is torch's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from mpiddp.reducer import joined
+from mpiddp.torch_internals.compiler import skip_compilation
+from mpiddp.torch_internals.versions import TorchWrapper
+
+if TYPE_CHECKING:
+    from mpiddp.ddp.torch_reducer import TorchReducer
+    from mpiddp.process_group.group import ProcessGroup
+
+
+@skip_compilation
+class UnevenInputs(TorchWrapper):
+    """torch's wrapper, whose ranks may have different numbers of inputs. Collective."""
+
+    process_group: ProcessGroup
+    reducer: TorchReducer  # type: ignore[assignment]  # answers to the same calls as torch's
+    _divide_by_initial_world_size: bool
+
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool | None:
+        """Tell ranks that have joined whether to reduce. Overrides torch's method of this name.
+
+        Collective.
+        """
+        ranks = torch.tensor([float(not is_joined_rank and self.require_backward_grad_sync)])
+        dist.all_reduce(ranks, group=self.process_group)
+        self._ranks_to_reduce = int(ranks.item())
+        return self._ranks_to_reduce > 0 if is_joined_rank else None
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        """Reduce zeros in the backward of others. Collective. Overrides torch's method."""
+        divisor = self.process_group.size()
+        # Only the first of several joinables is told the number of ranks, as in torch.
+        if self._join_config.is_first_joinable and not self._divide_by_initial_world_size:
+            divisor = self._ranks_to_reduce
+        joined.begin(self.reducer, divisor)
+
+    def _match_unused_params_allreduce(self) -> None:
+        """Do nothing: the reduction itself tells who used what. Overrides torch's method."""
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        """Copy the last joiner's model to all. Collective. Overrides torch's method."""
+        joined.finish(self.reducer)
+        super()._sync_final_model(is_last_joiner)

@@ -1,0 +1,487 @@
+"""DistributedDataParallel: torch's own wrapper with our reducer in it.
+
+Note [Torch's wrapper]
+~~~~~~~~~~~~~~~~~~~~~~
+The class derives from torch's, so that isinstance, torch.compile and libraries see the
+class that they know, and forward, no_sync, buffers and state_dict are torch's own code. What
+is replaced is what `_ddp_init_helper` builds, the C++ Reducer and Logger, and what must be
+checked before torch's constructor talks to other ranks. What older releases of torch lack,
+versions.py adds.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _rank_not_in_group
+from torch.nn.parallel.distributed import (
+    _cast_buffers,
+    _find_tensors,
+    _setup_mixed_precision_params,
+)
+
+from mpiddp.ddp import arguments as argument_checks
+from mpiddp.ddp import distributed_autograd, hooks, optimizer_in_backward
+from mpiddp.ddp.groups import group_of, is_communicator
+from mpiddp.ddp.hook_registration import HookRegistration
+from mpiddp.ddp.logger import Logger, logs_errors
+from mpiddp.ddp.mixed_precision import (
+    NarrowParameters,
+    compression_of,
+    gradient_dtypes,
+)
+from mpiddp.ddp.torch_reducer import TorchReducer
+from mpiddp.ddp.uneven_inputs import UnevenInputs
+from mpiddp.engine import forks
+from mpiddp.mpi import uncaught
+from mpiddp.reducer import errors, model_check
+from mpiddp.reducer.assignment import BucketAssignment
+from mpiddp.reducer.forward_passes import ForwardPasses
+from mpiddp.torch_internals.compiler import compile_what_it_calls, skip_compilation
+from mpiddp.transports.choice import (
+    BUCKET_BYTES_BETWEEN_NODES,
+    BUCKET_BYTES_INSIDE_NODE,
+    requested_transport,
+    sends_messages,
+)
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpiddp.engine.engine import Channel
+    from mpiddp.process_group.group import ProcessGroup
+
+
+@skip_compilation
+class DistributedDataParallel(HookRegistration, UnevenInputs):
+    """Average the gradients of `module` over all ranks while backward runs.
+
+    Collective: every rank of the group constructs the same model in the same order. All ranks
+    start from rank 0's parameters and buffers. Arguments, defaults and behaviour are those of
+    `torch.nn.parallel.DistributedDataParallel`; forward is collective where buffers are
+    synchronised, backward is collective outside of `no_sync`.
+
+    Args:
+        module: the module to train, on the CPU, or on one or several GPUs of CUDA or ROCm.
+        device_ids: a list of the one GPU that the module is on: inputs are moved there. None
+            for a module on the CPU or on several GPUs.
+        output_device: a GPU, unused as in torch; only with `device_ids`.
+        dim: unused, as in torch.
+        broadcast_buffers: deprecated by torch in favour of `forward_sync_buffers`.
+        init_sync: whether the ranks' models are compared and rank 0's state is broadcast.
+        process_group: a group of mpiddp, or an mpi4py communicator of some of its ranks, whose
+            order counts; None is the world. Construction is collective over it.
+        bucket_cap_mb: size of a bucket in MiB; None is 25 inside a node and 4 where messages are
+            sent, with a first bucket of 1.
+        find_unused_parameters: whether parameters may take no part in a loss. It costs nothing
+            here and silences the error that otherwise names them.
+        check_reduction: deprecated, ignored.
+        gradient_as_bucket_view: whether each ``.grad`` is a view into its bucket, which saves the
+            gradients' memory and a copy.
+        static_graph: whether every iteration computes the same graph. The first backward counts
+            how often each parameter is used; so several reentrant checkpoints may share one.
+        delay_all_reduce_named_params: pairs of name and parameter that are averaged apart from
+            the others, in one all-reduce, when the gradient of `param_to_hook_all_reduce` is
+            there. All of torch's class.
+        param_to_hook_all_reduce: see `delay_all_reduce_named_params`.
+        mixed_precision: torch's configuration for low-precision copies of the parameters. On a
+            GPU gradients are no views then. On the CPU too, where torch's class fails in the first
+            forward.
+        device_mesh: instead of `process_group`, a mesh of one dimension.
+        skip_all_reduce_unused_params: whether buckets of which no rank has used any parameter in
+            the first iteration are left out of all later ones; using one then is an error.
+        bucket_cap_mb_list: sizes of the single buckets in MiB.
+        batched_grad_copy: accepted: gradients on GPUs are always copied so.
+        forward_sync_buffers: whether rank 0's buffers are copied to all ranks at each forward;
+            None is True.
+        transport: how gradients travel: "shared" (in memory that the ranks of a node share),
+            "mpi" (MPI_Iallreduce), or "auto", which takes what is faster. None is the environment
+            variable MPIDDP_TRANSPORT, else "auto".
+
+    Raises:
+        TypeError: `module` is no module, `process_group` is not of mpiddp, a flag is no bool, or
+            some parameter's gradient cannot be averaged (the error names it).
+        ValueError: a bucket size is negative, there is no such transport, a parameter or buffer
+            is on another kind of device, or the devices that are asked for are not the module's.
+        RuntimeError: there is no process group, or two; no parameter needs a gradient; or the
+            ranks construct different models (the error names parameters and ranks).
+    """
+
+    # Where users import it from: pickles hold this name, and survive when the file moves.
+    __module__ = "mpiddp"
+
+    process_group: ProcessGroup
+    _init_sync_buffers: bool
+    # torch's configuration; None where there is none, or a GPU.
+    _precision_on_cpu: Any
+    _transport: str
+    _default_bucket_sizes: bool
+    logger: Logger
+    _divide_by_initial_world_size: bool
+    # torch's constructor ends early, and before it sets this, if all parameters are delayed.
+    _lazy_init_ran = False
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | MPI.Comm | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        transport: str | None = None,
+    ) -> None:
+        arguments = dict(locals())
+        forks.check("DistributedDataParallel")
+        argument_checks.check_module(module)
+        argument_checks.check_flags(arguments)
+        argument_checks.check_devices(module, device_ids, output_device)
+        argument_checks.check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
+        if is_communicator(process_group):
+            process_group = group_of(process_group)
+        argument_checks.check_process_group(process_group, device_mesh)
+        # Read by _build_params_for_reducer, which torch's constructor calls.
+        object.__setattr__(self, "_verify_models", bool(init_sync))
+        # As in torch: synchronising at forward says nothing about construction.
+        with_buffers = forward_sync_buffers is not None or broadcast_buffers in (None, True)
+        object.__setattr__(self, "_init_sync_buffers", with_buffers)
+        object.__setattr__(self, "_default_bucket_sizes", bucket_cap_mb is None)
+        object.__setattr__(self, "_transport", requested_transport(transport))
+        on_cpu = mixed_precision is not None and not argument_checks.has_streams(module)
+        object.__setattr__(self, "_precision_on_cpu", mixed_precision if on_cpu else None)
+        super().__init__(
+            module,
+            device_ids=device_ids,
+            output_device=output_device,
+            dim=dim,
+            broadcast_buffers=broadcast_buffers,
+            init_sync=False,  # done by _build_params_for_reducer
+            process_group=process_group,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            check_reduction=check_reduction,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            # On the CPU torch's constructor would make streams.
+            mixed_precision=None if on_cpu else mixed_precision,
+            device_mesh=device_mesh,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            bucket_cap_mb_list=list(bucket_cap_mb_list) if bucket_cap_mb_list else None,
+            batched_grad_copy=batched_grad_copy,
+            forward_sync_buffers=forward_sync_buffers,
+        )
+        self._verify_models = False
+        if on_cpu:
+            self.mixed_precision = mixed_precision
+            _setup_mixed_precision_params(mixed_precision, module)
+            _cast_buffers(mixed_precision, module)
+
+    def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
+        parameters, expect_sparse = super()._build_params_for_reducer()
+        if self._verify_models:
+            # Instead of torch's own check, whose error names no parameter, and before anything
+            # is broadcast, which needs equal sizes.
+            self._verify_equal_models()
+            self._broadcast_initial_state()
+        return parameters, expect_sparse
+
+    def _verify_equal_models(self) -> None:
+        tensors = {
+            f"{kind} {name}": tensor
+            for kind, named in (
+                ("parameter", self.module.named_parameters()),
+                ("buffer", self.module.named_buffers()),
+            )
+            for name, tensor in named
+            if name not in self.parameters_to_ignore
+        }
+        trained = [name for name, tensor in tensors.items() if tensor.requires_grad]
+        settings = {
+            "bucket_cap_mb": self.bucket_bytes_cap / 2**20,
+            "bucket_cap_mb_list": self.bucket_bytes_cap_list,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "find_unused_parameters": self.find_unused_parameters,
+            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
+            "forward_sync_buffers": self.forward_sync_buffers,
+            "transport": self._transport,
+            "mixed_precision": self._precision_on_cpu,
+        }
+        model_check.verify_equal_models(
+            self.process_group,
+            {
+                **model_check.describe_tensors(tensors),
+                **{f"{name}'s need of a gradient": "given" for name in trained},
+                **model_check.describe_settings(settings),
+            },
+        )
+
+    def _ddp_init_helper(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        expect_sparse_gradient: Sequence[bool],
+        param_to_name_mapping: dict[int, str],
+        static_graph: bool,
+    ) -> None:
+        """Build reducer and logger. Collective. Overrides torch's method of this name."""
+        group = self.process_group
+        names = model_check.ParameterNames(parameters, param_to_name_mapping)
+
+        def report_missing(missing: list[tuple[int, int]], graph_is_static: bool) -> None:
+            errors.raise_missing_gradients(
+                group, missing, names.describe, names.name, graph_is_static
+            )
+
+        channels = group.acquire_channels(self._transport, parameters)
+        limits = self._bucket_size_limits(next(iter(channels.values())))
+        self.bucket_bytes_cap = limits[-1]  # torch.compile ends its graphs where buckets end
+        dtypes = None
+        if self._precision_on_cpu is None:
+            dtypes = gradient_dtypes(self.mixed_precision, parameters)
+        else:
+            # Before the reducer, whose hooks come after those of these.
+            narrow = NarrowParameters(
+                [
+                    parameter
+                    for name, parameter in self.module.named_parameters()
+                    if name not in self.parameters_to_ignore
+                ],
+                self._precision_on_cpu.param_dtype,
+            )
+        try:
+            self.reducer = TorchReducer(
+                parameters,
+                group,
+                channels,
+                BucketAssignment(parameters, expect_sparse_gradient, limits, group),
+                names.describe,
+                report_missing,
+                expect_sparse=expect_sparse_gradient,
+                find_unused_parameters=self.find_unused_parameters,
+                gradient_as_bucket_view=self.gradient_as_bucket_view and dtypes is None,
+                skip_unused=self.skip_all_reduce_unused_params,
+                mixed_precision=dtypes,
+            )
+        except BaseException:
+            group.release_channels(channels)
+            raise
+        weakref.finalize(self.reducer, group.release_channels, channels).atexit = False
+        group.modules.add(self.reducer, type(self.module).__name__)
+        self.reducer.passes = ForwardPasses()
+        self.logger = Logger(self.reducer, limits[-1])
+        self.reducer.set_logger(self.logger)
+        self.logger.set_construction_data_and_log(
+            type(self.module).__name__,
+            self.device_ids or [],
+            -1 if self.output_device is None else self.output_device,
+            self.forward_sync_buffers,
+            any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in self.module.modules()),
+            static_graph,
+        )
+        self._passing_sync_batchnorm_handle(self.module)
+        if self._precision_on_cpu is not None:
+            self.reducer.narrow_parameters = narrow
+            self.reducer.compress(compression_of(self._precision_on_cpu))
+        self._install_copied_hooks()
+
+    def _lazy_init(self) -> None:
+        """Set up what the first forward finds. Overrides torch's method of this name.
+
+        Collective if there is something; so it waits for a forward that all ranks take.
+        """
+        if torch.is_grad_enabled():
+            super()._lazy_init()
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module. Overrides torch's method of this name."""
+        if self._precision_on_cpu is None:
+            return super()._run_ddp_forward(*inputs, **kwargs)
+        self.reducer.narrow_parameters.narrow()
+        try:
+            return super()._run_ddp_forward(*inputs, **kwargs)
+        finally:
+            if not torch.is_grad_enabled():
+                self.reducer.narrow_parameters.widen()
+
+    def _setup_in_backward_optimizers(self) -> None:
+        optimizer_in_backward.set_up(self)
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: list[torch.Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """Copy buffers from a rank to all. Collective. Overrides torch's method of this name."""
+        tensors = self.modules_buffers if bufs is None else bufs
+        if not tensors or self.process_group.size() == 1:
+            return
+        if authoritative_rank == 0 and self._transport != "mpi":
+            with torch.no_grad():
+                if self.process_group.broadcast_state(tensors):
+                    return
+        super()._default_broadcast_coalesced(tensors, bucket_size, authoritative_rank)
+
+    def _broadcast_initial_state(self) -> None:
+        """Let all ranks start from rank 0's parameters and buffers. Collective."""
+        tensors = [
+            tensor.detach()
+            for named in (
+                self.module.named_parameters(),
+                self.module.named_buffers() if self._init_sync_buffers else (),
+            )
+            for name, tensor in named
+            if name not in self.parameters_to_ignore
+        ]
+        self._default_broadcast_coalesced(tensors, self.broadcast_bucket_size)
+
+    def _bucket_size_limits(self, channel: Channel) -> Sequence[int]:
+        """Return the sizes of the first, second ... bucket in bytes; the last holds for the rest.
+
+        Sizes that are given hold, as in torch's class. Else a first bucket of 1 MiB is followed
+        by torch's 25 MiB where the ranks share memory, by 4 MiB where messages are sent.
+        """
+        if self.bucket_bytes_cap_list:
+            return self.bucket_bytes_cap_list
+        if not self._default_bucket_sizes:
+            return [self.bucket_bytes_cap]
+        between_nodes = sends_messages(channel)
+        cap = BUCKET_BYTES_BETWEEN_NODES if between_nodes else BUCKET_BYTES_INSIDE_NODE
+        return [dist._DEFAULT_FIRST_BUCKET_BYTES, cap]  # type: ignore[attr-defined]  # as torch does
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Note statistics in the first 10 iterations, then every so many. Not collective.
+
+        Overrides torch's method of this name.
+
+        Raises:
+            ValueError: it is below 1.
+        """
+        if sample_rate < 1:
+            self._log_and_throw(
+                ValueError,
+                "DDP runtime logging sample rate should be equal or greater than 1",
+            )
+        self.logger.set_sample_rate(sample_rate)
+
+    @logs_errors
+    def _set_sparse_metadata(self, global_unique_ids: Mapping[str, torch.Tensor]) -> None:
+        """Accept which rows of sparse gradients are used: the ranks tell each other anyway.
+
+        Not collective. Overrides torch's method of this name.
+
+        Raises:
+            TypeError: it is no mapping.
+        """
+        if not isinstance(global_unique_ids, Mapping):
+            raise TypeError(f"global_unique_ids must be a mapping, not {global_unique_ids!r}")
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Average over another group from now on. Overrides torch's method of this name.
+
+        Collective over the new group; other ranks only take note. Call it between a backward
+        and the next forward.
+
+        Args:
+            new_process_group: a group of mpiddp or an mpi4py communicator.
+
+        Raises:
+            TypeError: it is no group of mpiddp.
+        """
+        self._has_rebuilt_buckets = False
+        if is_communicator(new_process_group):
+            new_process_group = group_of(new_process_group)
+        if _rank_not_in_group(new_process_group):
+            return
+        argument_checks.check_process_group(new_process_group, None)
+        self.reducer._remove_autograd_hooks()
+        # Hooks that are recognised and served this module's group serve the new one.
+        self._comm_hooks[:] = [
+            (hook, state if hooks.runs_in_python(hook, state, self.process_group) else None)
+            for hook, state in self._comm_hooks
+        ]
+        self.process_group = new_process_group
+        parameters, expect_sparse = super()._build_params_for_reducer()
+        for parameter in parameters:
+            if self.gradient_as_bucket_view and parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+        names = self._build_debug_param_to_name_mapping(parameters)
+        self._ddp_init_helper(parameters, expect_sparse, names, self.static_graph)
+        if self.static_graph:
+            self.reducer._set_static_graph()
+            self.logger._set_static_graph()
+
+    def _delayed_all_reduce_hook(self, grad: torch.Tensor) -> torch.Tensor:
+        # As torch's, but it waits: torch's drops the Work, which only a CUDA stream makes good.
+        assert self._delay_grad_buffer is not None
+        self._delay_grad_buffer.div_(self.process_group.size())
+        dist.all_reduce(self._delay_grad_buffer, group=self.process_group)
+        return grad
+
+    # A static graph, see static_graph.pyx.
+
+    @property
+    def _static_graph_delay_allreduce_enqueued(self) -> bool:
+        """Whether torch's wrapper need not delay the first reduction: our reducer does it.
+
+        In torch's class an attribute that is copied along, so that a copy never reduces.
+        """
+        return True
+
+    @_static_graph_delay_allreduce_enqueued.setter
+    def _static_graph_delay_allreduce_enqueued(self, value: bool) -> None:
+        pass
+
+    # Forward passes.
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Count what a backward is expected of. Overrides torch's method."""
+        uncaught.take_part()
+        if self._is_reduced() and self.training:
+            self.reducer.passes.begin()
+        return super()._pre_forward(*inputs, **kwargs)
+
+    def _post_forward(self, output: Any) -> Any:
+        """See where backward will begin. Not collective. Overrides torch's method."""
+        output = super()._post_forward(output)
+        if self._is_reduced():
+            outputs = list(_find_tensors(output))
+            self.reducer.passes.end(outputs)
+            if self.static_graph:
+                self.reducer.watch(outputs)
+            if distributed_autograd.may_be_used():
+                distributed_autograd.watch(
+                    outputs, self.reducer.parameters, self.process_group.rank()
+                )
+        return output
+
+    def _is_reduced(self) -> bool:
+        return (
+            torch.is_grad_enabled()
+            and self.require_backward_grad_sync
+            and not self._delay_all_reduce_all_params
+        )
+
+
+# It calls the user's module.
+compile_what_it_calls(DistributedDataParallel._run_ddp_forward)  # type: ignore[arg-type]

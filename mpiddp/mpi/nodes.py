@@ -1,0 +1,78 @@
+"""Where a rank stands among the nodes, and which ranks share its memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where this process stands among the ranks and the nodes.
+
+    Attributes:
+        rank: rank in the world, from 0.
+        world_size: number of ranks.
+        local_rank: rank among the ranks that share this node's memory.
+        local_world_size: number of those.
+        node_rank: number of this node, in order of the nodes' lowest ranks.
+        node_count: number of nodes.
+        local_core_count: number of cores that the ranks of this node may run on, together.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    node_count: int
+    local_core_count: int = field(default=1, compare=False)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether this node has fewer cores than ranks. Not collective."""
+        return self.local_core_count < self.local_world_size
+
+    def as_environment(self) -> dict[str, str]:
+        """Return torchrun's environment variables for this process. Not collective."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+            "GROUP_WORLD_SIZE": str(self.node_count),
+        }
+
+
+def find_topology(communicator: MPI.Intracomm) -> Topology:
+    """Return where this process stands among ranks and nodes. Collective over `communicator`."""
+    from mpi4py import MPI
+
+    rank = communicator.Get_rank()
+    node = communicator.Split_type(MPI.COMM_TYPE_SHARED, key=rank)
+    try:
+        lowest_rank_here = node.allreduce(rank, op=MPI.MIN)
+        lowest_ranks = sorted(set(communicator.allgather(lowest_rank_here)))
+        return Topology(
+            rank=rank,
+            world_size=communicator.Get_size(),
+            local_rank=node.Get_rank(),
+            local_world_size=node.Get_size(),
+            node_rank=lowest_ranks.index(lowest_rank_here),
+            node_count=len(lowest_ranks),
+            local_core_count=len(set().union(*node.allgather(os.sched_getaffinity(0)))),
+        )
+    finally:
+        node.Free()
+
+
+def ranks_of_node(communicator: MPI.Comm) -> MPI.Comm:
+    """Return a communicator of the ranks that share memory with this one. Collective."""
+    from mpi4py import MPI  # initialises MPI, which importing this file must not
+
+    return communicator.Split_type(MPI.COMM_TYPE_SHARED, key=communicator.Get_rank())

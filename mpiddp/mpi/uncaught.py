@@ -1,0 +1,257 @@
+"""An exception that nobody catches ends the whole job: the other ranks would wait for this one.
+
+Note [Who hears of an exception]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The main thread's exceptions come to `sys.excepthook`, where ours prints by the one that was there
+before it, and aborts the job. A hook that replaces it later (as rich's) prints as well, and does
+not abort: but the interpreter ends then, and has noted the exception, so that is looked at before
+it waits for threads. Exceptions that others note in the same place (pytest does) began
+further up than at the bottom of the stack, which they have not left.
+
+Exceptions of other threads come to `threading.excepthook`. In most threads they concern nobody
+else: a progress bar's, a logger's. Only those that take part in the job, because they have called
+a collective or a wrapped module's forward, are waited for by other ranks, and end it.
+"""
+
+from __future__ import annotations
+
+# Its own function for the end of the interpreter joins its threads; ours must be called before,
+# and so be registered later.
+import concurrent.futures.thread  # noqa: F401
+import contextlib
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+from mpiddp.mpi.abort import abort_job
+
+__all__ = [
+    "check_end",
+    "end_job",
+    "paused",
+    "show",
+    "status_of",
+    "take_part",
+    "unwatch",
+    "watch",
+    "watch_if_initialised",
+]
+
+
+@dataclass(frozen=True)
+class _Watched:
+    rank: int
+    process_id: int
+
+
+_watched: _Watched | None = None
+_end_is_watched = False
+
+# What is different in each thread: whether it takes part.
+_own = threading.local()
+
+
+def watch(rank: int, world_size: int) -> None:
+    """Let uncaught exceptions end the job from now on, unless it has one rank. Not collective.
+
+    Args:
+        rank: of this process, as messages shall name it.
+        world_size: the number of ranks.
+    """
+    global _watched, _end_is_watched
+    _watched = _Watched(rank, os.getpid()) if world_size > 1 else None
+    take_part()
+    if not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook(sys.excepthook, sys.excepthook)
+    _wrap_thread_hook()
+    if not _end_is_watched:
+        _end_is_watched = True
+        # Called before non-daemon threads are joined, which may wait for other ranks.
+        before_joining = getattr(threading, "_register_atexit", None)
+        if before_joining is not None:
+            before_joining(check_end)
+
+
+def watch_if_initialised() -> None:
+    """Do what `watch` does if MPI has been initialised and nothing is watched. Not collective."""
+    module = sys.modules.get("mpi4py.MPI")
+    if _watched is None and module is not None and module.Is_initialized():
+        world = module.COMM_WORLD
+        if not module.Is_finalized() and world.Get_size() > 1:
+            watch(world.Get_rank(), world.Get_size())
+
+
+def unwatch() -> None:
+    """Put back the hooks, unless somebody has replaced ours. Not collective."""
+    global _watched
+    _watched = None
+    if isinstance(sys.excepthook, _Hook):
+        sys.excepthook = sys.excepthook.original
+    if isinstance(threading.excepthook, _ThreadHook):
+        threading.excepthook = threading.excepthook.before
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Within, `sys.excepthook` is not ours, so that torch can wrap the user's. Not collective.
+
+    torch's hook gathers what the wrapped one prints, which an abort in there would lose.
+    """
+    if isinstance(sys.excepthook, _Hook):
+        sys.excepthook = sys.excepthook.before
+    original = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = _Hook(sys.excepthook, original)
+
+
+def take_part() -> None:
+    """Note that other ranks wait for what this thread does. Not collective."""
+    if not hasattr(_own, "takes_part"):
+        _own.takes_part = True
+        if _watched is not None:
+            _wrap_thread_hook()  # if somebody has replaced it
+
+
+def status_of(error: BaseException) -> int:
+    """Return the exit status of a process that `error` ends. Not collective."""
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def show(error: BaseException, rank: int) -> None:
+    """Print a traceback as the user's hook does, else with the rank before each line.
+
+    Not collective.
+    """
+    hook = sys.excepthook
+    if isinstance(hook, _Hook):
+        hook = hook.before
+    if hook is not sys.__excepthook__:
+        try:
+            hook(type(error), error, error.__traceback__)
+            # The interpreter's own hook ignores that it cannot print.
+            if sys.stderr is not None:
+                sys.stderr.flush()
+                return
+        except Exception:  # torch's hook, too, raises where it cannot print
+            pass
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    # As torch.distributed shows it once it is initialised.
+    _say(*(f"[rank{rank}]: {line}" for line in text.rstrip("\n").split("\n")))
+
+
+def end_job(error: BaseException) -> None:
+    """Print the traceback of an exception that has not left the program yet; abort the job.
+
+    Not collective. Does nothing in a world of one.
+    """
+    watched = _active()
+    if watched is None:
+        return
+    error.__traceback__ = _with_callers(error.__traceback__)
+    abort_job(status_of(error), lambda: show(error, watched.rank))
+
+
+def check_end() -> None:
+    """Abort the job if an uncaught exception is what ends this interpreter. Not collective."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    start: TracebackType | None = getattr(sys, "last_traceback", None)
+    if error is None or start is None or start.tb_frame.f_back is not None:
+        return
+    if _active() is not None:
+        abort_job(status_of(error))
+
+
+def _active() -> _Watched | None:
+    """Return what is watched, None in a forked child as well."""
+    if _watched is None or _watched.process_id != os.getpid():
+        return None
+    return _watched
+
+
+class _Hook:
+    """Stands for `sys.excepthook`.
+
+    Args:
+        before: the hook that prints.
+        original: the one to put back in the end.
+    """
+
+    def __init__(self, before: Callable[..., Any], original: Callable[..., Any]) -> None:
+        self.before = before
+        self.original = original
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, start: TracebackType | None
+    ) -> None:
+        watched = _active()
+        # Called by another hook, which may do something with what is printed: `check_end` follows.
+        if watched is None or sys.excepthook is not self:
+            self.before(kind, error, start)
+            return
+        abort_job(status_of(error), lambda: show(error.with_traceback(start), watched.rank))
+
+
+class _ThreadHook:
+    """Stands for `threading.excepthook`.
+
+    Args:
+        before: the hook that prints.
+    """
+
+    def __init__(self, before: Callable[..., Any]) -> None:
+        self.before = before
+
+    def __call__(self, args: threading.ExceptHookArgs) -> None:
+        watched = _active()
+        status, words = 1, ""
+        if args.exc_type is SystemExit:
+            code = getattr(args.exc_value, "code", None)
+            status = code & 0xFF if isinstance(code, int) else int(code is not None)
+            words = f"has called sys.exit({code!r})"
+        elif args.exc_value is not None:
+            status = status_of(args.exc_value)
+            words = "has failed"
+        if watched is None or status == 0 or not hasattr(_own, "takes_part"):
+            self.before(args)
+            return
+        name = "" if args.thread is None else f" {args.thread.name!r}"
+
+        def last_words() -> None:
+            with contextlib.suppress(Exception):
+                self.before(args)
+            _say(f"[rank{watched.rank}]: thread{name} {words}. The job ends: other ranks wait for "
+                 f"threads that have called collectives or a wrapped module")  # fmt: skip
+
+        abort_job(status, last_words)
+
+
+def _wrap_thread_hook() -> None:
+    if not isinstance(threading.excepthook, _ThreadHook):
+        threading.excepthook = _ThreadHook(threading.excepthook)
+
+
+def _say(*lines: str) -> None:
+    """Print lines to the first stream that takes them."""
+    for stream in (sys.stderr, sys.__stderr__, sys.stdout):
+        if stream is not None:
+            with contextlib.suppress(Exception):
+                print("\n".join(lines), file=stream, flush=True)
+                return
+
+
+def _with_callers(start: TracebackType | None) -> TracebackType | None:
+    """Return the traceback of an exception that was caught with the frames it had yet to leave."""
+    frame: FrameType | None = None if start is None else start.tb_frame.f_back
+    while frame is not None:
+        start = TracebackType(start, frame, frame.f_lasti, frame.f_lineno)
+        if frame.f_globals.get("__name__") == "__main__" and frame.f_code.co_name == "<module>":
+            break  # under `python -m mpiddp` its own frames lie below
+        frame = frame.f_back
+    return start

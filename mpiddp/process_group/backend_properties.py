@@ -1,0 +1,62 @@
+"""What torch.distributed asks a process group about itself, and about the backend behind it.
+
+torch keeps the two apart, so that a group can have a backend a kind of device. A group of mpiddp
+is its own backend, for tensors on the CPU and on GPUs.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+
+from mpiddp.process_group.operation_runner import OperationRunner
+from mpiddp.torch_internals.compiler import skip_compilation
+
+
+@skip_compilation
+class BackendProperties(OperationRunner):
+    """A group that answers torch's questions. Nothing here is collective.
+
+    Collective over `communicator`, and with the arguments of `OperationRunner`.
+    """
+
+    # Of a backend: what NCCL's has, and torch does by itself for others.
+    supports_splitting = False
+    supports_coalescing = False
+    supports_shrinking = False
+    supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return False: tensors are torch's own to allocate."""
+        return False
+
+    def getBackendName(self) -> str:
+        """Return "mpiddp"."""
+        return "mpiddp"
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Where tensors of this group may be.
+
+        The CPU is always among them: torch's object collectives go there, and its checkpoints ask
+        for it.
+        """
+        devices = [torch.device("cpu")]
+        if torch.cuda.is_available():
+            devices.append(torch.device("cuda"))
+        return devices
+
+    def _get_backend(self, device: torch.device) -> BackendProperties:  # type: ignore[override]
+        """Return what serves tensors on a device: no group of another backend beside this one."""
+        return self
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long an operation may wait for other ranks."""
+        self.timeout = timeout
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.entered
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: every rank counts its own operations."""

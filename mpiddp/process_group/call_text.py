@@ -1,0 +1,80 @@
+"""Record a collective cheaply; format it only for errors.
+
+The tuple holds no tensor, whose memory would live as long as it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import torch
+
+__all__ = ["Call", "call_of", "describe", "describe_call", "describe_dtype", "ranks_in_words"]
+
+# The name as torch.distributed's function has it; what else matters: a ReduceOp, a root, a tuple
+# of these, or None; dtype and shape of the first tensor, and the number of tensors.
+Call: TypeAlias = tuple[str, object, torch.dtype | None, Sequence[int], int]
+
+
+def call_of(name: str, detail: object, tensors: Sequence[torch.Tensor]) -> Call:
+    """Return what `describe` makes words of. Not collective."""
+    if not tensors:
+        return name, detail, None, (), 0
+    first = tensors[0]
+    return name, detail, first.dtype, first.shape, len(tensors)
+
+
+def describe(call: Call) -> str:
+    """Return words such as "all_reduce(SUM) of float32 (3, 4)". Not collective."""
+    name, detail, dtype, shape, count = call
+    text = describe_call(name, detail)
+    if dtype is not None:
+        text += f" of {describe_dtype(dtype)} {tuple(shape)}"
+    if count > 1:
+        text += f" and {count - 1} more"
+    return text
+
+
+def describe_call(name: str, detail: object) -> str:
+    """Return words such as "all_reduce(SUM)" or "reduce(SUM, root 1)". Not collective."""
+    if detail is None:
+        return name
+    details = detail if isinstance(detail, tuple) else (detail,)
+    return f"{name}({', '.join(map(_describe_detail, details))})"
+
+
+def _describe_detail(detail: object) -> str:
+    if isinstance(detail, int):
+        return f"root {detail}"
+    kind = getattr(detail, "op", detail)
+    return str(getattr(kind, "name", kind))
+
+
+def describe_dtype(dtype: torch.dtype) -> str:
+    """Return a name such as "float32". Not collective."""
+    return str(dtype).removeprefix("torch.")
+
+
+def ranks_in_words(world_ranks: Sequence[int], members: Iterable[int]) -> str:
+    """Return "rank 3" or "ranks 0 to 3 and 7"; "world rank 3" where the group is not all ranks.
+
+    Not collective.
+
+    Args:
+        world_ranks: the group's ranks' ranks in the world.
+        members: ranks in the group.
+    """
+    ordered = sorted(world_ranks[member] for member in members)
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts: list[str] = []
+    for run in runs:
+        parts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
+    text = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    world = "" if list(world_ranks) == list(range(len(world_ranks))) else "world "
+    return f"{world}rank{'s' * (len(ordered) > 1)} {text}"

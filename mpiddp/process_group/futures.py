@@ -1,0 +1,104 @@
+"""Threads that complete the futures of operations that nobody waits for.
+
+Note [Who completes futures]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A future's continuation is arbitrary code of the user, and may itself wait for another operation's
+future (torch's PowerSGD hook does). So the thread that runs continuations must never be the only
+one: whoever has found an operation that is over first makes sure that another thread is watching.
+The engine's thread, which moves the operations, runs no Python at all.
+
+The threads are daemons: others would keep an interpreter alive that a failure is to end.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpiddp.engine.requests import Requests
+    from mpiddp.process_group.work import Work
+
+# Seconds that a thread stays for the next operation when there is nothing to do.
+_IDLE = 1.0
+
+
+class FutureCompleter:
+    """Ends each operation that was added when its messages have arrived or its time is over.
+
+    Not collective.
+
+    Args:
+        requests: those of the process, among them what the operations wait for.
+    """
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+        self._works: list[Work] = []
+        self._wanted = threading.Condition()  # guards all that follows
+        self._idle = 0
+        self._watched = False
+        self._stopped = False
+
+    def add(self, work: Work) -> None:
+        """See to it that `work` is ended even if nobody waits for it. Not collective."""
+        with self._wanted:
+            self._works.append(work)
+            if self._watched:
+                self._requests.wake()
+            else:
+                self._call_thread()
+
+    def stop(self) -> None:
+        """Let the threads end. Not collective."""
+        with self._wanted:
+            self._stopped = True
+            self._works.clear()
+            self._wanted.notify_all()
+        self._requests.wake()
+
+    def _call_thread(self) -> None:
+        if self._idle:
+            self._wanted.notify()
+        else:
+            threading.Thread(target=self._run, name="mpiddp futures", daemon=True).start()
+
+    def _run(self) -> None:
+        while self._take_watch():
+            # In a function, so that no variable here keeps a work while this thread waits.
+            _end_all(self._next_due())
+
+    def _take_watch(self) -> bool:
+        """Wait until there are operations that nobody watches; return False when there are none."""
+        with self._wanted:
+            self._idle += 1
+            try:
+                while self._watched or not self._works:
+                    in_time = not self._stopped and self._wanted.wait(_IDLE)
+                    if not in_time and (self._watched or not self._works):
+                        return False
+                self._watched = True
+                return True
+            finally:
+                self._idle -= 1
+
+    def _next_due(self) -> list[Work]:
+        """Watch until some operations are due; let another thread watch the others."""
+        while True:
+            ticket = self._requests.ticket
+            with self._wanted:
+                due = [work for work in self._works if work.is_due()]
+                if due or not self._works:
+                    self._works = [work for work in self._works if work not in due]
+                    self._watched = False
+                    if self._works:
+                        self._call_thread()
+                    return due
+                seconds = min(work.deadline for work in self._works) - time.monotonic()
+            self._requests.watch(ticket, max(seconds, 0.0))
+
+
+def _end_all(works: list[Work]) -> None:
+    for work in works:
+        work.end_if_due()

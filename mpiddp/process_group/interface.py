@@ -1,0 +1,72 @@
+"""What the parts of a process group need of the group that they are parts of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mpiddp.collectives.operation import Group
+
+if TYPE_CHECKING:
+    import torch
+    from mpi4py import MPI
+
+    from mpiddp.engine.engine import Engine
+    from mpiddp.process_group.call_text import Call
+    from mpiddp.process_group.wrapped_modules import WrappedModules
+
+
+class RunningGroup(Group, Protocol):
+    """A group that starts operations, waits for them and counts them."""
+
+    @property
+    def engine(self) -> Engine:
+        """The process's progress engine."""
+
+    @property
+    def completion(self) -> Any:
+        """The `FutureCompleter` of the process."""
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long an operation may wait for other ranks."""
+
+    @property
+    def group_name(self) -> str:
+        """The name that torch.distributed gave to this group."""
+
+    @property
+    def world_ranks(self) -> Sequence[int]:
+        """The ranks in the world of this group's ranks."""
+
+    @property
+    def entered(self) -> int:
+        """How many collectives this rank has called."""
+
+    @property
+    def last(self) -> Call | None:
+        """The last of them."""
+
+    @property
+    def modules(self) -> WrappedModules:
+        """The modules that average their gradients over this group."""
+
+    def wait_for(self, request: MPI.Request, call: str, name: str, *memory: torch.Tensor) -> None:
+        """Wait for what the MPI function `call` began, as a part of the operation `name`."""
+
+    def abandon(self, *memory: object) -> None:
+        """Keep memory that MPI may still use though nobody waits any more."""
+
+    def timed_out(self, name: str, seconds: float, number: int | None = None) -> RuntimeError:
+        """Return the error of an operation that waited in vain; it may take seconds."""
+
+    def explain_missing(self, number: int | None = None) -> str:
+        """Return which ranks keep a collective waiting; it may take seconds."""
+
+
+class StateGroup(RunningGroup, Protocol):
+    """A group that copies a module's state."""
+
+    def allgather_objects(self, value: Any) -> list[Any]:
+        """Return the picklable `value` of every rank, by rank. Collective."""

@@ -1,0 +1,322 @@
+"""What carries out a process group's operations: start, wait, time limits, what is under way.
+
+It does not know the individual operations: `mpiddp.process_group.group` defines torch's on it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch._C._distributed_c10d import DebugLevel, get_debug_level
+from torch._C._distributed_c10d import Work as TorchWork
+
+from mpiddp.collectives.operation import Operation
+from mpiddp.engine import forks
+from mpiddp.engine.engine import Engine
+from mpiddp.engine.requests import Pending, Requests
+from mpiddp.mpi import uncaught
+from mpiddp.process_group import call_check, gpu_tensors
+from mpiddp.process_group.call_text import Call, call_of, ranks_in_words
+from mpiddp.process_group.futures import FutureCompleter
+from mpiddp.process_group.gpu_tensors import GpuWork
+from mpiddp.process_group.roll_call import RollCall
+from mpiddp.process_group.work import COMPLETED, CompletedWork, Work
+from mpiddp.process_group.wrapped_modules import WrappedModules
+from mpiddp.torch_internals.compiler import skip_compilation
+from mpiddp.torch_internals.profiling import Event
+
+# Seconds that most operations end in: until then their time limit is not even looked at.
+_SHORT = 5e-3
+
+# Memory that MPI may still write to after a time limit was reached, or after Ctrl-C.
+_abandoned: list[object] = []
+
+
+@skip_compilation
+class OperationRunner(dist.ProcessGroup):
+    """The ranks of one communicator, and their operations.
+
+    Collective over `communicator`.
+
+    Args:
+        communicator: an mpi4py intracommunicator that this group owns and frees.
+        requests: those of the process.
+        completion: completes the futures of the process.
+        timeout: how long an operation may wait for other ranks.
+    """
+
+    def __init__(
+        self,
+        communicator: MPI.Intracomm,
+        requests: Requests,
+        completion: FutureCompleter,
+        timeout: timedelta,
+    ) -> None:
+        super().__init__(communicator.Get_rank(), communicator.Get_size())  # type: ignore[call-arg]
+        self._rank, self._size = communicator.Get_rank(), communicator.Get_size()
+        self.communicator: MPI.Intracomm = communicator
+        self.engine: Engine = requests.engine
+        self.completion = completion
+        self.timeout = timeout
+        # How many collectives this rank has called, and the last: for those who miss it.
+        self.entered = 0
+        self.last: Call | None = None
+        self.roll_call: RollCall | None = None
+        self.modules = WrappedModules()
+        # Its ranks' ranks in the world.
+        self.world_ranks: tuple[int, ...] = tuple(range(self.size()))
+        self._requests = requests
+        # MPI wants one thread at a time to start operations on a communicator.
+        self._starting = threading.Lock()
+        # Works that the caller may have forgotten while MPI uses their memory.
+        self._under_way: list[Work] = []
+        self._sweep_at = 16
+        self._together: list[Work] | None = None
+        # As torch wraps other backends: where the setting was made before the group.
+        self._checked = get_debug_level() == DebugLevel.DETAIL
+        self._name = ""
+        communicator.Set_name("mpiddp")
+
+    # Asked for many times an operation; torch's own take two microseconds each.
+
+    def rank(self) -> int:
+        """Return this rank's number in the group. Not collective."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of ranks in the group. Not collective."""
+        return self._size
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]  # torch has a type of its own
+        """The name that torch.distributed gave to this group."""
+        return self._name
+
+    def describe_ranks(self, members: Iterable[int]) -> str:
+        """Return words such as "ranks 0 to 3 and 7" for ranks in the group. Not collective."""
+        return ranks_in_words(self.world_ranks, members)
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def shutdown(self) -> None:
+        """Free the group's communicator.
+
+        Collective. Harmless when called twice, and in a forked child.
+        """
+        if forks.forked():
+            return
+        self._sweep()
+        self.abandon(*self._under_way)
+        self._under_way.clear()
+        if self.communicator != MPI.COMM_NULL:
+            self.communicator.Free()
+
+    def forget_communicators(self) -> None:
+        """Make shutdown free nothing, for an exit that is not collective. Not collective."""
+        self.communicator = MPI.Intracomm()
+
+    # Several operations as one.
+
+    def _start_coalescing(self, device: torch.device | None = None) -> None:
+        """Collect what is started from now on into one Work. Not collective."""
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device | None = None) -> TorchWork:
+        """Return a Work of all that was started since `_start_coalescing`. Not collective."""
+        together, self._together = self._together or [], None
+        operation = _each(together)
+        pending = next(operation)
+        assert isinstance(pending, list)
+        seconds = self.timeout.total_seconds()
+        number = max((work.number for work in together), default=0)
+        copies = [each for work in together if isinstance(work, GpuWork) for each in work.copies]
+        what = ("coalesced", operation, pending, seconds, number)
+        return GpuWork(copies, self, *what) if copies else Work(self, *what)
+
+    # For what is built on it.
+
+    def pending(self, request: MPI.Request, call: str, *memory: object) -> Pending:
+        """Return what an operation yields for a request that MPI function `call` has made.
+
+        Not collective. `memory` is kept until the request has ended.
+        """
+        return Pending(self._requests, request, self.communicator, call, memory)
+
+    def wait_for(self, request: MPI.Request, call: str, name: str, *memory: torch.Tensor) -> None:
+        """Wait for what the MPI function `call` began, as a part of the operation `name`.
+
+        Not collective.
+
+        Raises:
+            RuntimeError: other ranks did not come within the group's timeout.
+        """
+        # It keeps the memory if an exception ends the wait.
+        pending = self.pending(request, call, *memory)
+        seconds = self.timeout.total_seconds()
+        if not pending.wait(seconds):
+            raise self.timed_out(name, seconds)
+
+    def abandon(self, *memory: object) -> None:
+        """Keep memory that MPI may still use though nobody waits any more. Not collective."""
+        _abandoned.append(memory)
+
+    def timed_out(self, name: str, seconds: float, number: int | None = None) -> RuntimeError:
+        """Return the error of an operation `name` that waited in vain; it may take seconds.
+
+        Not collective. `number` is which of this group's collectives; None: the last, 0: none.
+        """
+        missing = (
+            self.explain_missing(number)
+            if number != 0
+            else "Has the other rank called its part, and is it still alive?"
+        )
+        return RuntimeError(
+            f"rank {self.rank()} of {self.size()}: {name} on process group "
+            f"{self.group_name or 'world'!r} has waited {seconds:g} s for other ranks, and its "
+            f"timeout is over. "
+            f"{missing}"
+        )
+
+    def explain_missing(self, number: int | None = None) -> str:
+        """Return which ranks keep a collective waiting; it may take seconds. Not collective."""
+        if self.roll_call is None:
+            return "Did all ranks call it, in the same order, and are they still alive?"
+        return f"{self.roll_call.explain(self, number)}."
+
+    # Within.
+
+    def _enter(
+        self, name: str, tensors: Sequence[torch.Tensor] = (), detail: object = None
+    ) -> None:
+        """Count a collective."""
+        self.entered += 1
+        self.last = call_of(name, detail, tensors)
+
+    def _start(
+        self,
+        name: str,
+        function: Callable[..., Operation],
+        arguments: tuple[Any, ...],
+        opts: Any = None,
+        tensors: Sequence[torch.Tensor] = (),
+        detail: object = None,
+        compared: Callable[[], Iterable[torch.Tensor]] | None = None,
+        elements: Callable[[], tuple[Sequence[int], Sequence[int]]] | None = None,
+        message: bool = False,
+        event: Event | None = None,
+    ) -> TorchWork:
+        """Run an operation up to its end, or if it is asynchronous up to MPI's first calls.
+
+        `function` makes it from the group and `arguments`. What follows `opts` is what other ranks
+        must agree with, see `agreement.check`; a message is not compared nor counted. If the first
+        of `tensors` is on a GPU, so are all, see Note [Operations on copies].
+        """
+        if torch.autograd.profiler._is_profiler_enabled and event is None:
+            what = (function, arguments, opts, tensors, detail, compared, elements, message)
+            event = Event(name)
+            try:
+                work = self._start(name, *what, event=event)
+            except BaseException:
+                event.end()
+                raise
+            if work is COMPLETED:
+                event.end()
+            return work
+        forks.check(name)
+        uncaught.take_part()
+        number = 0
+        at_once = opts is not None and not opts.asyncOp and self._together is None
+        copies = None
+        if tensors and tensors[0].is_cpu is not gpu_tensors.CPU_IS_HOST:
+            operation, copies = gpu_tensors.on_host(
+                self, name, function, arguments, beside=not at_once
+            )
+        else:
+            operation = function(self, *arguments)
+        with self._starting:
+            if not message:
+                self._enter(name, tensors, detail)
+                number = self.entered
+                if self._checked:
+                    call_check.check(self, name, detail, tensors, compared, elements)
+            try:
+                pending = next(operation)
+            except (TypeError, ValueError, RuntimeError):
+                raise  # before MPI was called, or by it
+            except BaseException as error:
+                # Of a signal's handler. MPI may have begun what no Pending keeps the memory of, but
+                # these frames do.
+                self.abandon(error.__traceback__, arguments)
+                raise
+        waited = pending if isinstance(pending, list) else [pending]
+        if at_once:
+            return self._finish(name, operation, waited, opts, number)
+        if copies is None:
+            work = Work(self, name, operation, waited, self._limit(opts), number)
+        else:
+            limit = self._limit(opts)
+            work = GpuWork([copies], self, name, operation, waited, limit, number)
+        if event is not None:
+            work.event = event
+        # A small message has gone at once, and the engine need not hear of it.
+        if not work.is_completed():
+            for each in waited:
+                if not each.done:
+                    self._requests.submit(each)
+            self._under_way.append(work)
+        if len(self._under_way) > self._sweep_at:
+            self._sweep()
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    def _finish(
+        self,
+        name: str,
+        operation: Operation,
+        waited: list[Pending],
+        opts: Any,
+        number: int,
+    ) -> CompletedWork:
+        until = 0.0
+        try:
+            for pending in waited:
+                if pending.wait(_SHORT):
+                    continue
+                until = until or time.monotonic() + self._limit(opts) - _SHORT
+                if not pending.wait(max(until - time.monotonic(), 0.0)):
+                    raise self.timed_out(name, self._limit(opts), number)
+        except BaseException:
+            self.abandon(operation, waited)
+            raise
+        for _ in operation:
+            raise AssertionError(f"{name} has a second step")
+        return COMPLETED
+
+    def _sweep(self) -> None:
+        """Forget the works that are over."""
+        self._under_way = [work for work in self._under_way if not work.end_if_due()]
+        self._sweep_at = 16 + 2 * len(self._under_way)
+
+    def _limit(self, opts: Any) -> float:
+        """Return the time limit in seconds: the call's own, or the group's."""
+        own = getattr(opts, "timeout", None)
+        # torch marks "not given" by a negative time.
+        limit = own if own is not None and own > timedelta(0) else self.timeout
+        return float(limit.total_seconds())
+
+
+def _each(works: list[Work]) -> Operation:
+    """Wait for several works that were started already."""
+    yield [pending for work in works for pending in work.pending]
+    for work in works:
+        Work.wait(work)  # in whatever thread: no stream is to wait here
+    return [tensor for work in works for tensor in work.result()]

@@ -1,0 +1,364 @@
+"""Find out, when a collective has waited in vain, which ranks never called it.
+
+Note [Roll call]
+~~~~~~~~~~~~~~~~
+Every process group counts the collectives that this process has entered and remembers the last.
+Nobody sends these about: only a rank whose wait has passed the time limit asks the others of the
+group, on a communicator of the world that is used for nothing else. A thread in each process
+looks twice a second whether it was asked and answers, wherever the program itself is at that
+moment: in a data loader, in another collective, or waiting in vain and asking as well. Who asks
+waits only so long for answers, so ranks that have ended, hang without giving Python's lock away or
+are cut off cost some seconds, and are named as silent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mpi4py import MPI
+
+from mpiddp import settings
+from mpiddp.process_group.call_text import describe, ranks_in_words
+
+if TYPE_CHECKING:
+    from mpiddp.process_group.interface import RunningGroup
+    from mpiddp.process_group.wrapped_modules import WrappedModule
+
+__all__ = ["RollCall"]
+
+# Seconds between two looks for a question. A look takes some microseconds.
+_PERIOD = 0.5
+# Seconds that all answers to one question may take together.
+_PATIENCE = 2.5
+# Seconds between two looks for an answer.
+_NAP = 0.005
+
+_QUESTION_TAG, _ANSWER_TAG = 1, 2
+# The number of the question, the digest of a group's name and ranks, and the number of a module
+# that is asked about, or 0 for the group's collectives.
+_QUESTION = struct.Struct("<q16sq")
+# The number of the question, and that of collectives entered; the last one in words follows.
+_ANSWER = struct.Struct("<qq")
+_MOST_BYTES = 1024
+
+# Instead of a number of collectives.
+_UNKNOWN_GROUP = -1
+
+# How many differences are told before "and others".
+_SHOWN = 4
+
+# What a rank says that waits for a bucket of another module.
+_ELSEWHERE = "it waits for "
+
+
+@dataclass(frozen=True)
+class _Answer:
+    entered: int
+    last: str
+
+
+class RollCall:
+    """Asks and answers for one process.
+
+    Collective over `communicator`.
+
+    Args:
+        communicator: of all ranks; it is duplicated.
+        threaded: whether a thread may answer, which needs MPI_THREAD_MULTIPLE; the same on all
+            ranks.
+    """
+
+    def __init__(self, communicator: MPI.Intracomm, threaded: bool) -> None:
+        self._groups: list[weakref.ref[RunningGroup]] = []
+        self._asking = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._ending = threading.Event()
+        # Messages that may not have left yet, with their memory.
+        self._leaving: list[tuple[MPI.Request, bytes | bytearray]] = []
+        self._leaving_lock = threading.Lock()
+        self._communicator: MPI.Intracomm | None = None
+        self._thread: threading.Thread | None = None
+        if not threaded or communicator.Get_size() == 1:
+            return
+        self._communicator = communicator.Dup()
+        self._communicator.Set_name("mpiddp roll call")
+        self._communicator.Set_errhandler(MPI.ERRORS_RETURN)
+        self.start()
+
+    def start(self) -> None:
+        """Answer from now on. Not collective."""
+        self._ending.clear()
+        self._thread = threading.Thread(
+            target=self._answer_questions, name="mpiddp roll call", daemon=True
+        )
+        self._thread.start()
+
+    def add(self, group: RunningGroup) -> None:
+        """Answer for `group` from now on, as long as it lives. Not collective.
+
+        It counts the collectives it enters in ``entered`` and keeps the last in ``last``.
+        """
+        self._groups = [*(known for known in self._groups if known() is not None)]
+        self._groups.append(weakref.ref(group))
+
+    def stop(self) -> None:
+        """End the thread: from now on this process does not answer. Not collective."""
+        self._ending.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def free(self) -> None:
+        """End the thread and free the communicator. Collective."""
+        self.stop()
+        if self._communicator is not None:
+            self._receive_what_came_late()
+            self._communicator.Free()
+            self._communicator = None
+
+    def explain(self, group: RunningGroup, number: int | None = None) -> str:
+        """Return which ranks keep a collective of `group` waiting. Not collective.
+
+        Takes up to some seconds. A sentence such as "rank 2 has not called it (last called:
+        #16 broadcast(root 0) of float32 (10,)); rank 7 does not answer ...".
+
+        Args:
+            group: given to `add` before.
+            number: which of its collectives, counted from 1; None is the last one entered.
+        """
+        own = _Answer(group.entered, _last_of(group))
+        if self._thread is None:
+            return f"Which ranks are missing cannot be told with {settings.PROGRESS_THREAD.name}=0"
+        answers = self._ask(group)
+        answers[group.rank()] = own
+        wanted = own.entered if number is None else number
+        return _in_words(group.world_ranks, answers, wanted, group.rank())
+
+    def explain_bucket(self, group: RunningGroup, module: int, number: int) -> str:
+        """Return which ranks keep a bucket of gradients waiting. Not collective.
+
+        Takes up to some seconds.
+
+        Args:
+            group: of the wrapped module.
+            module: its number in the group.
+            number: of the bucket, as bucket_progress.py counts them.
+        """
+        if self._thread is None:
+            return f"Which ranks are missing cannot be told with {settings.PROGRESS_THREAD.name}=0"
+        answers = self._ask(group, module)
+        answers[group.rank()] = _Answer(number, "")
+        missing: dict[str, list[int]] = {}
+        for rank, answer in answers.items():
+            if answer.entered < number:
+                where = answer.last
+                if answer.entered == _UNKNOWN_GROUP:
+                    where = "it has no such module"
+                missing.setdefault(where, []).append(rank)
+        told = [
+            f"{_who(group.world_ranks, ranks, 'has', 'have')} not filled it ({where})"
+            for where, ranks in missing.items()
+        ]
+        told = [_listed(told)] if told else []
+        told += _silent(group.world_ranks, answers)
+        if any(_ELSEWHERE in where for where in missing):
+            told[-1] += (
+                ". Where several wrapped modules are trained, all ranks run their backward passes "
+                "in the same order"
+            )
+        return _sentence(told) or "All ranks have filled it: the connection is slow or has failed"
+
+    # Asking.
+
+    def _ask(self, group: RunningGroup, module: int = 0) -> dict[int, _Answer]:
+        """Return the answers of the group's other ranks that came in time, by rank in the group."""
+        answers: dict[int, _Answer] = {}
+        communicator = self._communicator
+        deadline = time.monotonic() + _PATIENCE
+        if communicator is None or not self._asking.acquire(timeout=_PATIENCE):
+            return answers
+        try:
+            number = next(self._numbers)
+            question = _QUESTION.pack(number, _digest(group), module)
+            asked = {world: rank for rank, world in enumerate(group.world_ranks)}
+            del asked[communicator.Get_rank()]
+            for world_rank in asked:
+                self._send(question, world_rank, _QUESTION_TAG)
+            while len(answers) < len(asked) and time.monotonic() < deadline:
+                received = self._receive(_ANSWER_TAG, deadline)
+                if received is None:
+                    time.sleep(_NAP)
+                    continue
+                world_rank, data = received
+                answered, entered = _ANSWER.unpack_from(data)
+                if answered == number:
+                    last = data[_ANSWER.size :].decode(errors="replace")
+                    answers[asked[world_rank]] = _Answer(entered, last)
+        except MPI.Exception:
+            pass  # of a connection to a rank that is no more: it will be named as silent
+        finally:
+            self._asking.release()
+        return answers
+
+    # Answering.
+
+    def _answer_questions(self) -> None:
+        while not self._ending.wait(_PERIOD) and not MPI.Is_finalized():
+            try:
+                while self._answer_one():
+                    pass
+                with self._leaving_lock:
+                    self._leaving = [sent for sent in self._leaving if not sent[0].Test()]
+            except MPI.Exception:
+                pass  # as in _ask; other ranks may still ask
+
+    def _answer_one(self) -> bool:
+        """Answer a question if there is one, and return whether there was."""
+        received = self._receive(_QUESTION_TAG, time.monotonic() + _PATIENCE)
+        if received is None:
+            return False
+        rank, data = received
+        number, digest, module = _QUESTION.unpack(data)
+        entered, last = _UNKNOWN_GROUP, ""
+        groups = [group for known in self._groups if (group := known()) is not None]
+        for group in groups:
+            if _digest(group) == digest and not module:
+                entered, last = group.entered, _last_of(group)
+            elif _digest(group) == digest:
+                wrapped = group.modules.get(module)
+                if wrapped is not None:
+                    entered, last = wrapped.buckets_filled(), _doing(wrapped, group, groups)
+        text = last.encode()[: _MOST_BYTES - _ANSWER.size]
+        self._send(_ANSWER.pack(number, entered) + text, rank, _ANSWER_TAG)
+        return True
+
+    # Messages, small enough for MPI to send them before the receiver looks.
+
+    def _send(self, data: bytes, rank: int, tag: int) -> None:
+        assert self._communicator is not None
+        request = self._communicator.Isend([data, MPI.BYTE], dest=rank, tag=tag)
+        with self._leaving_lock:
+            self._leaving.append((request, data))
+
+    def _receive(self, tag: int, deadline: float) -> tuple[int, bytes] | None:
+        """Return the sender and the content of a message that has come, or None."""
+        assert self._communicator is not None
+        status = MPI.Status()
+        if not self._communicator.Iprobe(source=MPI.ANY_SOURCE, tag=tag, status=status):
+            return None
+        data = bytearray(status.Get_count(MPI.BYTE))
+        rank = status.Get_source()
+        request = self._communicator.Irecv([data, MPI.BYTE], source=rank, tag=tag)
+        while not request.Test():
+            if time.monotonic() > deadline:
+                with self._leaving_lock:
+                    self._leaving.append((request, data))
+                return None
+            time.sleep(_NAP)
+        return rank, bytes(data)
+
+    def _receive_what_came_late(self) -> None:
+        """Take in questions and answers that nobody waits for any more."""
+        try:
+            for tag in (_QUESTION_TAG, _ANSWER_TAG):
+                while self._receive(tag, time.monotonic() + _NAP) is not None:
+                    pass
+        except MPI.Exception:
+            pass
+        self._leaving.clear()
+
+
+def _last_of(group: RunningGroup) -> str:
+    return "" if group.last is None else describe(group.last)
+
+
+def _doing(module: WrappedModule, group: RunningGroup, groups: Sequence[RunningGroup]) -> str:
+    """Return what a rank does that has not filled a bucket of `module`, in words."""
+    progress = module.describe_progress()
+    for other in (each for known in groups for each in known.modules.all()):
+        if other is not module and (waits := other.describe_wait()):
+            return f"{progress}; {_ELSEWHERE}{waits}"
+    if group.last is None:
+        return progress
+    return f"{progress}; last collective called: {describe(group.last)}, #{group.entered}"
+
+
+def _digest(group: RunningGroup) -> bytes:
+    """Return what the members of `group` call it among themselves."""
+    text = f"{group.group_name}\n{','.join(map(str, group.world_ranks))}"
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _in_words(
+    world_ranks: Sequence[int], answers: dict[int, _Answer], number: int, own: int
+) -> str:
+    """Return what `explain` does, from the answers by rank in the group."""
+    told: list[str] = []
+    missing = [rank for rank, answer in answers.items() if answer.entered < number]
+    if missing:
+        places: dict[str, list[int]] = {}
+        for rank in missing:
+            places.setdefault(_where(answers[rank]), []).append(rank)
+        details = list(places)
+        if len(places) > 1:
+            details = [
+                f"{ranks_in_words(world_ranks, ranks)} {place}" for place, ranks in places.items()
+            ]
+        who = _who(world_ranks, missing, "has", "have")
+        told.append(f"{who} not called it ({_listed(details)})")
+    told += _silent(world_ranks, answers)
+    here = {rank: answer.last for rank, answer in answers.items() if answer.entered == number}
+    others: dict[str, list[int]] = {}
+    for rank, last in here.items():
+        if last != here.get(own, last):
+            others.setdefault(last, []).append(rank)
+    if others:
+        calls = [
+            f"{ranks_in_words(world_ranks, ranks)} called {last}" for last, ranks in others.items()
+        ]
+        told.append(
+            f"{_listed(calls)} where {ranks_in_words(world_ranks, [own])} called {here[own]}"
+        )
+    if not told:
+        return (
+            "All ranks have called it: one may have given up waiting before, or it or the "
+            "connection has failed"
+        )
+    return _sentence(told)
+
+
+def _who(world_ranks: Sequence[int], ranks: Sequence[int], one: str, several: str) -> str:
+    return f"{ranks_in_words(world_ranks, ranks)} {one if len(ranks) == 1 else several}"
+
+
+def _silent(world_ranks: Sequence[int], answers: dict[int, _Answer]) -> list[str]:
+    ranks = [rank for rank in range(len(world_ranks)) if rank not in answers]
+    if not ranks:
+        return []
+    return [f"{_who(world_ranks, ranks, 'does', 'do')} not answer (ended, or stuck outside Python)"]
+
+
+def _sentence(told: Sequence[str]) -> str:
+    text = "; ".join(told)
+    return text[:1].upper() + text[1:]
+
+
+def _where(answer: _Answer) -> str:
+    if answer.entered == _UNKNOWN_GROUP:
+        return "not in a group of this name and these ranks"
+    if answer.entered == 0:
+        return "no collective of this group so far"
+    return f"last called: {answer.last}, #{answer.entered}"
+
+
+def _listed(parts: Sequence[str]) -> str:
+    more = len(parts) - _SHOWN
+    return "; ".join(parts[:_SHOWN]) + (f"; and {more} other kinds" if more > 0 else "")

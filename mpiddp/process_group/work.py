@@ -1,0 +1,336 @@
+"""Operations of a process group that are on their way, as torch.distributed.Work.
+
+Note [An operation is a generator]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Each operation of the process group is a generator. Up to its first yield it looks at its arguments
+and calls MPI; it yields what it waits for, a `Pending` or a list of them; then it writes results
+where torch expects them, and what it returns is the value of the Work's future, or a function that
+makes it for those who ask. Whoever comes
+first runs that last part, under a lock: the caller in `Work.wait`, a poll by `is_completed`, or
+the threads of mpiddp.process_group.futures.
+
+Only one yield is allowed in an operation that may run while others start: a second MPI call on the
+same communicator would come in another order on each rank. Operations of several steps are
+completed before the call returns.
+
+Note [Continuations run where they are added]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A continuation of a future may start collectives itself (torch's PowerSGD hook does). If it ran on
+another thread as soon as messages have arrived, it would start them before those of the main thread
+on one rank and after them on another. So a future's `then` waits for the operation, and runs the
+continuation at once, in the thread that adds it: the same order on all ranks, as with NCCL. What
+waits in C++, torch's own reducer, is served by the threads of mpiddp.process_group.futures.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._distributed_c10d import Work as TorchWork
+
+from mpiddp.engine import forks
+
+if TYPE_CHECKING:
+    from mpiddp.collectives.operation import Operation
+    from mpiddp.engine.requests import Pending
+    from mpiddp.process_group.interface import RunningGroup
+    from mpiddp.torch_internals.profiling import Event
+
+NOT_GIVEN = timedelta(0)  # of Work.wait in torch
+
+
+class Work(TorchWork):
+    """One operation on its way. Made by `ProcessGroup`; torch has the meaning of the methods.
+
+    Not collective.
+
+    Args:
+        group: the process group that runs it.
+        name: what torch calls it, such as "all_reduce".
+        operation: what is left of it; see Note [An operation is a generator].
+        pending: what it waits for.
+        seconds: how long it may wait for other ranks.
+        number: which of the group's collectives it is, from 1; 0: a message.
+
+    Attributes:
+        event: ended with the operation, while the profiler runs.
+    """
+
+    event: Event | None = None
+
+    def __init__(
+        self,
+        group: RunningGroup,
+        name: str,
+        operation: Operation,
+        pending: list[Pending],
+        seconds: float,
+        number: int = 0,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self._group = group
+        self._operation: Operation | None = operation
+        self.pending = pending
+        self.number = number
+        self._seconds = seconds
+        self.deadline = time.monotonic() + seconds
+        self._lock = threading.Lock()
+        self._result: Any = None
+        self._error: Exception | None = None
+        self._future: torch.futures.Future[Any] | None = None
+        self._untold: torch.futures.Future[Any] | None = None  # the future while not completed
+
+    def wait(self, timeout: timedelta = NOT_GIVEN) -> bool:
+        """Return True when the operation is complete.
+
+        Args:
+            timeout: waits at most so long; zero: as long as the group, or the call, allows.
+
+        Raises:
+            RuntimeError: it failed, or other ranks did not come in time. When only `timeout` has
+                passed, the operation goes on and may be waited for again.
+        """
+        seconds = timeout.total_seconds() if timeout > NOT_GIVEN else self._seconds
+        if not self.wait_for_end(seconds):
+            raise self._group.timed_out(self.name, seconds, self.number)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def wait_for_end(self, seconds: float | None = None) -> bool:
+        """Wait until the operation has ended, well or not; return whether it has in time."""
+        if self._operation is not None:
+            forks.check(f"the wait for {self.name}")
+            seconds = self._seconds if seconds is None else seconds
+            until = time.monotonic() + seconds
+            # Another thread may wait here already, and longer.
+            if not self._lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+                return False
+            try:
+                if self._operation is not None:
+                    self._drive(until, gives_up=seconds >= self._seconds)
+            finally:
+                self._lock.release()
+        if self._untold is not None and self._operation is None:
+            self._tell()
+        return self._operation is None
+
+    def is_completed(self) -> bool:
+        """Return whether the operation is complete, well or not."""
+        if forks.forked():
+            return self._operation is None
+        if self._operation is not None and self._lock.acquire(blocking=False):
+            try:
+                if self._operation is not None:
+                    self._poll()
+            finally:
+                self._lock.release()
+            self._tell()
+        return self._operation is None
+
+    def is_success(self) -> bool:
+        """Return whether the operation is complete and did not fail."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Exception | None:
+        """Return what the operation failed with, None while it has not."""
+        self.is_completed()
+        return self._error
+
+    def synchronize(self) -> None:
+        """Do what `wait` does."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Do what `wait` does: MPI is waited for by the caller, and not by a stream."""
+        self.wait()
+
+    def result(self) -> Any:
+        """Return what the future holds: a list of tensors. Waits for it."""
+        self.wait()
+        return self._value()
+
+    def source_rank(self) -> int:
+        """Return the rank in the group that a received tensor came from."""
+        self.wait()
+        return self.pending[0].source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of the result. It is completed whether anybody waits or not.
+
+        See Note [Continuations run where they are added].
+        """
+        if self._future is None:
+            with self._lock:
+                if self._future is None:
+                    self._future = self._untold = self._new_future()
+            if not self._group.engine.has_thread:
+                # Nobody would move it while its waiter sleeps below Python.
+                self.wait_for_end()
+            elif self._operation is not None:
+                self._group.completion.add(self)
+            self._tell()
+        return self._future
+
+    # torch's name for a future that only tells success; ours tells that as well.
+    get_future_result = get_future
+
+    def is_due(self) -> bool:
+        """Return whether what is waited for is done, or the time is over. Tests nothing."""
+        return (
+            self._operation is None
+            or all(pending.done for pending in self.pending)
+            or time.monotonic() > self.deadline
+        )
+
+    def end_if_due(self) -> bool:
+        """End the operation if what it waits for is done, or its time is over.
+
+        Makes no progress by itself. Returns whether it has ended.
+        """
+        if self._operation is not None and self._lock.acquire(blocking=False):
+            try:
+                if self._operation is not None:
+                    if all(pending.done for pending in self.pending):
+                        self._drive(0.0, gives_up=False)
+                    elif time.monotonic() > self.deadline:
+                        self._give_up()
+            finally:
+                self._lock.release()
+            self._tell()
+        return self._operation is None
+
+    def _poll(self) -> None:
+        try:
+            ended = [pending.test() for pending in self.pending]  # every one makes progress
+            if all(ended):
+                self._end()
+        except RuntimeError as error:
+            self._fail(error)
+
+    def _drive(self, until: float, gives_up: bool) -> None:
+        """Wait for what is pending; then end. Else, when the time is over, perhaps give up."""
+        try:
+            for pending in self.pending:
+                if not pending.wait(max(until - time.monotonic(), 0.0)):
+                    if gives_up:
+                        self._give_up()
+                    return
+            self._end()
+        except RuntimeError as error:
+            self._fail(error)
+
+    def _end(self) -> None:
+        assert self._operation is not None
+        try:
+            next(self._operation)
+            raise AssertionError(f"{self.name} has a second step")
+        except StopIteration as stop:
+            if self.event is not None:
+                self.event.end()
+            self._result = stop.value
+            self._operation = None
+        except Exception as error:
+            self._fail(error)
+        except BaseException:
+            # The generator is over: a later wait would take half a result for the whole.
+            self._fail(RuntimeError(f"{self.name} was interrupted while its results were written"))
+            raise
+
+    def _give_up(self) -> None:
+        self._fail(self._group.timed_out(self.name, self._seconds, self.number))
+
+    def _fail(self, error: Exception) -> None:
+        if not all(pending.done for pending in self.pending):
+            # One message failed, but the engine still moves the others.
+            self._group.abandon(self._operation, self.pending)
+        if self.event is not None:
+            self.event.end()
+        self._error = error
+        self._operation = None
+
+    def _tell(self) -> None:
+        """Complete the future, once, if there is one and the operation has ended."""
+        with self._lock:
+            future, self._untold = self._untold, None
+            if future is not None and self._operation is not None:
+                future, self._untold = None, future
+        if future is None:
+            return
+        # Runs continuations, which may wait for anything: no lock is held.
+        if self._error is not None:
+            future.set_exception(self._error)
+        else:
+            self._complete(future)
+
+    def _new_future(self) -> OperationFuture:
+        return OperationFuture(self)
+
+    def _complete(self, future: torch.futures.Future[Any]) -> None:
+        future.set_result(self._value())
+
+    def _value(self) -> Any:
+        return self._result() if callable(self._result) else self._result
+
+
+class OperationFuture(torch.futures.Future[Any]):
+    """The future of a `Work`: whoever asks in Python moves the operation to its end.
+
+    Not collective.
+
+    Args:
+        work: the operation.
+        devices: the GPUs that its result may be on.
+    """
+
+    def __init__(self, work: Work, devices: Sequence[torch.device] = ()) -> None:
+        super().__init__(devices=list(devices))
+        self._work = work
+
+    def done(self) -> bool:
+        """Return whether the operation is complete, well or not."""
+        self._work.is_completed()
+        return super().done()
+
+    def wait(self) -> Any:
+        """Return the result, or raise what the operation failed with."""
+        self._work.wait_for_end()
+        return super().wait()
+
+    def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+        """Wait, run `callback` with this future, and return a future of what it returns."""
+        self._work.wait_for_end()
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Wait, and run `callback` with this future."""
+        self._work.wait_for_end()
+        super().add_done_callback(callback)
+
+
+class CompletedWork(TorchWork):
+    """What a call that has waited already returns."""
+
+    def wait(self, timeout: timedelta = NOT_GIVEN) -> bool:
+        """Return True. Not collective."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True. Not collective."""
+        return True
+
+    is_success = is_completed
+
+    def exception(self) -> None:
+        """Return None. Not collective."""
+
+
+COMPLETED = CompletedWork()

@@ -1,0 +1,57 @@
+"""How far a reducer's buckets have come: for ranks whose own bucket has waited in vain.
+
+What Note [Roll call] in roll_call.py says of collectives holds for buckets too: who has waited in
+vain asks, and a thread of each process answers, also while its program is in backward or waits for
+another bucket.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpiddp.reducer.bucket import Bucket
+    from mpiddp.reducer.interface import DescribedReducer
+
+__all__ = ["describe_progress", "describe_wait", "explain_missing", "filled"]
+
+# A module's buckets filled so far, as one number: reductions above, buckets of the next one below.
+_MOST_BUCKETS = 1 << 24
+
+
+def filled(reducer: DescribedReducer) -> int:
+    """Return a number that grows with each bucket that is filled. Not collective."""
+    launched = len(reducer.buckets) if reducer.shadowing else reducer.next_bucket
+    return reducer.reductions * _MOST_BUCKETS + launched
+
+
+def explain_missing(reducer: DescribedReducer, bucket: Bucket) -> str:
+    """Return which ranks keep a bucket waiting, and what they do now; it may take seconds.
+
+    Not collective.
+    """
+    group = reducer.process_group
+    if group.roll_call is None:
+        return ""
+    wanted = reducer.reductions * _MOST_BUCKETS + bucket.index + 1
+    told: str = group.roll_call.explain_bucket(group, reducer.number, wanted)
+    return f"{told}."
+
+
+def describe_progress(reducer: DescribedReducer) -> str:
+    """Return what the backward passes have come to, in words. Not collective."""
+    text = f"{reducer.reductions} of its backward passes are reduced"
+    if reducer.expecting and reducer.ready:
+        return (
+            f"{text}, in the next one {reducer.ready} of {len(reducer.parameters)} gradients are "
+            f"there"
+        )
+    if reducer.passes is not None:
+        return f"{text}, {reducer.passes.begun} forward passes begun"
+    return text
+
+
+def describe_wait(reducer: DescribedReducer) -> str:
+    """Return which bucket is waited for just now, in words; "" if none is. Not collective."""
+    waiting_for = reducer.waiting_for
+    return "" if waiting_for < 0 else reducer.describe_bucket(reducer.buckets[waiting_for])

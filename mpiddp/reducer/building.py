@@ -1,0 +1,125 @@
+"""Make the buckets of a reducer, on the host or on devices, with memory from their channels."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch._C._distributed_c10d import AllgatherOptions
+
+from mpiddp.engine.memory import BucketMemory, GpuMemory
+from mpiddp.reducer.bucket import Bucket, bytes_needed
+from mpiddp.reducer.gpu_bucket import GpuBucket
+
+if TYPE_CHECKING:
+    from mpiddp.reducer.state import ReducerState
+
+
+def make_buckets(reducer: ReducerState, assignment: Sequence[Sequence[int]]) -> list[Bucket]:
+    """Return a bucket for each list of parameter indices, in launch order.
+
+    Collective. The parameters of a bucket are of one dtype and on one device.
+
+    Raises:
+        OSError: some rank has too little memory, see `_agreed`. With transport "auto" and shared
+            memory the gradients go through MPI instead, from this call on.
+        TypeError: gradients of some dtype cannot be averaged.
+    """
+    members = [[reducer.parameters[index] for index in indices] for indices in assignment]
+    memories = _allocate(
+        reducer,
+        {
+            number: members[number]
+            for number, indices in enumerate(assignment)
+            if not reducer.expect_sparse[indices[0]]
+        },
+    )
+    dtype, reduced_as = reducer.mixed_precision or (None, None)
+    buckets = []
+    for number, (indices, parameters) in enumerate(zip(assignment, members, strict=True)):
+        memory = memories.get(number)
+        make = GpuBucket if isinstance(memory, GpuMemory) else Bucket
+        buckets.append(
+            make(
+                number,
+                parameters,
+                indices,
+                reducer.divisor,
+                memory,
+                channel=reducer.channels[parameters[0].device],
+                sparse=memory is None,
+                compression=reducer.compression,
+                gradients_are_views=reducer.gradient_as_bucket_view,
+                flags_only=reducer.python_hook is not None,
+                dtype=dtype,
+                gradient_buffer_dtype=reduced_as,
+            )
+        )
+    return buckets
+
+
+def _allocate(
+    reducer: ReducerState, members: dict[int, list[torch.Tensor]]
+) -> dict[int, BucketMemory]:
+    """Return memory for the parameters of each bucket, by the bucket's number. Collective."""
+    dtype, _ = reducer.mixed_precision or (None, None)
+    flags_only = reducer.python_hook is not None
+    found: dict[int, BucketMemory] = {}
+    for device in dict.fromkeys(parameters[0].device for parameters in members.values()):
+        numbers = [n for n, parameters in members.items() if parameters[0].device == device]
+        sizes, tails = (
+            [bytes_needed(members[n], reducer.compression, only, dtype) for n in numbers]
+            for only in (flags_only, True)
+        )
+        memories = _agreed(reducer, device, sizes, tails)
+        found.update(zip(numbers, memories, strict=True))
+    return found
+
+
+def _agreed(
+    reducer: ReducerState, device: torch.device, sizes: Sequence[int], tails: Sequence[int]
+) -> Sequence[BucketMemory]:
+    """Return memory for buckets on one device if all ranks have it. Collective.
+
+    Raises:
+        OSError: some rank has not; raised on all ranks, and names that one.
+    """
+    group = reducer.process_group
+    problem: Exception | None = None
+    memories: Sequence[BucketMemory] = []
+    try:
+        memories = reducer.channels[device].allocate(sizes, tails)
+    except Exception as error:
+        problem = error
+    if group.size() > 1 and not _everywhere(reducer, problem is None):
+        del memories  # for those who have too little
+        texts = group.allgather_objects("" if problem is None else str(problem))
+        # In shared memory all ranks of a node say which of them has failed.
+        each = "" if group.channel_pool.shares_memory(reducer.channels[device]) else "rank {}: "
+        text = next(each.format(rank) + text for rank, text in enumerate(texts) if text)
+        # Later ones may be laid out anew only in the queue that has the first.
+        if not reducer.buckets and group.channel_pool.replace_shared(reducer.channels, device):
+            if group.rank() == 0:
+                warnings.warn(
+                    f"buckets cannot be had in shared memory, so gradients go through MPI, which "
+                    f"is slower: {text}",
+                    stacklevel=2,
+                )
+            return _agreed(reducer, device, sizes, tails)
+        raise OSError(f"no memory for buckets of gradients: {text}") from problem
+    if problem is not None:
+        raise problem
+    return memories
+
+
+def _everywhere(reducer: ReducerState, fine: bool) -> bool:
+    """Return whether `fine` is true on all ranks. Collective."""
+    opts = AllgatherOptions()
+    opts.asyncOp = False
+    # No all-reduce: whoever profiles counts those of the buckets.
+    flags = torch.zeros(reducer.process_group.size(), dtype=torch.uint8)
+    flag = torch.tensor([int(fine)], dtype=torch.uint8)
+    reducer.process_group.all_gather_single(flags, flag, opts)
+    return bool(flags.all())

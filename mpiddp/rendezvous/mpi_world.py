@@ -1,0 +1,95 @@
+"""Initialise MPI, and refuse what the launcher or the MPI cannot give."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from mpiddp import settings
+from mpiddp.mpi import uncaught
+from mpiddp.mpi.compatibility import check_loaded_library
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+# What launchers tell a process about the number of ranks they started.
+_LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+# SLURM says this to every process of an allocation, whoever started it.
+_SCHEDULER_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+
+
+def checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
+    """Initialise MPI if nobody has, and return `comm`, or COMM_WORLD for None.
+
+    Collective where MPI is not initialised. Raises what `init_process_group` raises.
+    """
+    from mpi4py import MPI
+
+    check_loaded_library()
+    if not MPI.Is_initialized():
+        # The user asked mpi4py not to, by mpi4py.rc; then ending it falls to us as well.
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        # Registered before _stop_at_exit, so it runs after that.
+        atexit.register(MPI.Finalize)
+    if MPI.Is_finalized():
+        raise RuntimeError("MPI has been finalised; it cannot be initialised twice")
+    uncaught.watch_if_initialised()
+    if comm is None:
+        _refuse_separate_worlds(MPI.COMM_WORLD.Get_size())
+        return MPI.COMM_WORLD
+    if not isinstance(comm, MPI.Comm):
+        raise TypeError(f"comm must be an mpi4py communicator, not {type(comm).__name__}")
+    if comm == MPI.COMM_NULL:
+        raise ValueError("comm is MPI.COMM_NULL: this process is not in the communicator")
+    if not isinstance(comm, MPI.Intracomm):
+        raise ValueError("comm is an intercommunicator; merge it first (Intercomm.Merge)")
+    return comm
+
+
+def _progress_thread_wanted() -> bool:
+    return settings.PROGRESS_THREAD.read() is not False
+
+
+def _check_thread_level() -> None:
+    from mpi4py import MPI
+
+    names = {
+        MPI.THREAD_SINGLE: "THREAD_SINGLE",
+        MPI.THREAD_FUNNELED: "THREAD_FUNNELED",
+        MPI.THREAD_SERIALIZED: "THREAD_SERIALIZED",
+        MPI.THREAD_MULTIPLE: "THREAD_MULTIPLE",
+    }
+    needed = MPI.THREAD_MULTIPLE if _progress_thread_wanted() else MPI.THREAD_SERIALIZED
+    provided = MPI.Query_thread()
+    if provided < needed:
+        raise RuntimeError(
+            f"MPI was initialised with {names[provided]}, but mpiddp needs {names[needed]}. If "
+            f"your program initialises MPI, let it ask for MPI_THREAD_MULTIPLE (mpi4py does so "
+            f"unless mpi4py.rc.thread_level says otherwise). If this MPI has no "
+            f"MPI_THREAD_MULTIPLE, set {settings.PROGRESS_THREAD.name}=0: MPI_THREAD_SERIALIZED is "
+            f"enough then."
+        )
+
+
+def _refuse_separate_worlds(world_size: int) -> None:
+    """Raise if a launcher started several ranks that do not see each other."""
+    launched = [name for name in _LAUNCHER_SIZES if name in os.environ]
+    told = launched or [name for name in _SCHEDULER_SIZES if name in os.environ]
+    name = told[0] if told else ""
+    value = os.environ.get(name, "1")
+    if world_size > 1 or not value.isdigit() or int(value) <= 1:
+        return
+    from mpi4py import MPI
+
+    vendor, version = MPI.get_vendor()
+    raise RuntimeError(
+        f"this process is rank 0 of 1, although {name}={value}: each process would train a "
+        f"model of its own. The launcher and the MPI library do not fit: mpi4py runs on "
+        f"{vendor} {'.'.join(map(str, version))}. Use the mpirun of that MPI (with the PyPI "
+        f"wheels: the one beside {sys.executable}), or srun with its plugin (Open MPI 5: "
+        f"srun --mpi=pmix; MPICH: srun --mpi=pmi2). If a world of one is what you want, say "
+        f"so: init_process_group(comm=MPI.COMM_SELF)."
+    )

@@ -1,0 +1,243 @@
+"""Functions of torch.distributed that take mpiddp: replaced where everybody finds them.
+
+- ``init_process_group("mpiddp")`` gets rank, size and store from MPI. torch looks for ranks and
+  addresses before it asks a backend for anything, and for "env://", its default, it wants
+  MASTER_ADDR. So a call that names our backend is completed before torch sees it.
+- ``split_group``: torch's own splits NCCL's communicators and refuses where there is no
+  accelerator. For groups of mpiddp, the members of each part create their own group.
+- ``monitored_barrier``: torch's own knows Gloo's groups only.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, urlparse
+
+import torch
+import torch.distributed as dist
+
+from mpiddp.mpi import nodes, uncaught
+from mpiddp.rendezvous import world as world
+from mpiddp.torch_internals.patching import replace_function
+from mpiddp.torch_internals.versions import new_group_in_order
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+__all__ = ["install"]
+
+
+def install() -> None:
+    """Let the functions of torch.distributed named above take mpiddp. Not collective.
+
+    A completed ``init_process_group`` is collective over MPI.COMM_WORLD.
+    """
+    replace_function(dist.init_process_group, _completing)
+    replace_function(dist.monitored_barrier, _with_mpiddp)
+    replace_function(dist.split_group, _splitting)
+
+
+def names_mpiddp(backend: object) -> bool:
+    """Return whether `backend`, as in "cpu:gloo,cuda:mpiddp", names ours. Not collective."""
+    if not isinstance(backend, str):
+        return False
+    parts = (part.rpartition(":")[2].strip() for part in backend.lower().split(","))
+    return world.BACKEND in parts
+
+
+def _completing(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(torchs)
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs).arguments
+        if names_mpiddp(given.get("backend")):
+            uncaught.watch_if_initialised()
+        if (
+            not names_mpiddp(given.get("backend"))
+            or world.is_starting()
+            # Torch has its own words for these.
+            or dist.is_initialized()
+            or None not in (given.get("store"), given.get("init_method"))
+        ):
+            torchs(*args, **kwargs)
+            return
+
+        def start(communicator: MPI.Intracomm, topology: nodes.Topology) -> None:
+            _refuse_contradictions(communicator, topology, given)
+            torchs(**_completed(communicator, topology, given))
+            _bind_device(given.get("device_id"))
+
+        world.begin_world(None, start)
+
+    return init_process_group
+
+
+def _completed(
+    communicator: MPI.Intracomm, topology: nodes.Topology, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments with those that MPI knows. Collective over `communicator`."""
+    arguments = dict(given)
+    in_url = _in_url(given)
+    if "rank" not in in_url:
+        arguments["rank"] = topology.rank
+    if "world_size" not in in_url:
+        arguments["world_size"] = topology.world_size
+    if _asks_environment(given):
+        arguments["init_method"] = None
+        timeout = given.get("timeout")
+        if not isinstance(timeout, timedelta):
+            timeout = world.DEFAULT_TIMEOUT  # torch refuses what is neither None nor a time
+        arguments["store"] = world.shared_store(communicator, topology, timeout)
+    return arguments
+
+
+def _bind_device(device: torch.device | int | None) -> None:
+    """Let the world know its GPU: torch tells it to a group that ours replaces."""
+    if device is not None:
+        accelerator = torch.accelerator.current_accelerator()
+        if isinstance(device, int) and accelerator is not None:
+            device = torch.device(accelerator.type, device)
+        world: Any = dist.group.WORLD
+        world.bound_device_id = device
+
+
+def _refuse_contradictions(
+    communicator: MPI.Intracomm, topology: nodes.Topology, given: Mapping[str, Any]
+) -> None:
+    """Raise on all ranks where one was told something else than MPI says.
+
+    Collective over `communicator`: with the other ranks waiting, an error on one would hang them.
+
+    Raises:
+        ValueError: it names what was given and what MPI says.
+    """
+    problem = _contradiction(topology, given)
+    told = [
+        f"rank {rank}: {text}" for rank, text in enumerate(communicator.allgather(problem)) if text
+    ]
+    if told:
+        raise ValueError(problem or told[0])
+
+
+def _contradiction(topology: nodes.Topology, given: Mapping[str, Any]) -> str:
+    by_mpi = {"rank": topology.rank, "world_size": topology.world_size}
+    in_url = _in_url(given)
+    for name, right in by_mpi.items():
+        told = [(f"{name}={given[name]}", given[name])] if given.get(name, -1) != -1 else []
+        if name in in_url:
+            told.append((f"{name}={in_url[name]} in init_method", in_url[name]))
+        variable = name.upper()
+        if _asks_environment(given) and variable in os.environ:
+            told.append(
+                (f"{variable}={os.environ[variable]} in the environment", os.environ[variable])
+            )
+        for what, value in told:
+            if str(value) != str(right):
+                return (
+                    f"{what}, but MPI says that this process is rank {topology.rank} of "
+                    f"{topology.world_size}. Start with mpirun or srun (torchrun starts no MPI), "
+                    f"and leave rank and world_size to MPI"
+                )
+    return ""
+
+
+def _asks_environment(given: Mapping[str, Any]) -> bool:
+    """Return whether torch would take ranks and address from the environment."""
+    method = given.get("init_method")
+    if given.get("store") is not None:
+        return False
+    return method is None or urlparse(str(method)).scheme == "env"
+
+
+def _in_url(given: Mapping[str, Any]) -> dict[str, str]:
+    """Return what an init_method such as "tcp://host:29500?rank=0" says."""
+    return dict(parse_qsl(urlparse(str(given.get("init_method") or "")).query))
+
+
+def _splitting(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    def split_group(
+        parent_pg: Any = None,
+        split_ranks: Sequence[Sequence[int]] | None = None,
+        timeout: timedelta | None = None,
+        pg_options: Any = None,
+        group_desc: str | None = None,
+        backend: Any = None,
+    ) -> Any:
+        from mpiddp.process_group.group import ProcessGroup
+
+        parent = dist.group.WORLD if parent_pg is None else parent_pg
+        if not isinstance(parent, ProcessGroup):
+            given = () if backend is None else (backend,)  # not known before torch 2.13
+            return torchs(parent_pg, split_ranks, timeout, pg_options, group_desc, *given)
+        part = _own_part(parent, split_ranks or [])
+        if backend is not None and not names_mpiddp(str(backend)):
+            raise ValueError(f"a group of mpiddp splits into groups of mpiddp, not of {backend!r}")
+        if part is None:
+            return None
+        world_ranks = dist.get_process_group_ranks(parent)
+        return new_group_in_order(
+            [world_ranks[rank] for rank in part],
+            timeout=parent.timeout if timeout is None else timeout,
+            pg_options=pg_options,
+            use_local_synchronization=True,
+            group_desc=group_desc,
+        )
+
+    return split_group
+
+
+def _own_part(parent: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> list[int] | None:
+    """Return the part with this rank, in order of ranks in the parent; None if there is none.
+
+    Raises:
+        ValueError: there are no parts, or one is empty, too large, or has a rank twice.
+    """
+    if not parts:
+        raise ValueError("split_ranks cannot be None or empty")
+    own = None
+    taken: set[int] = set()
+    for part in parts:
+        if not part:
+            raise ValueError("the split group cannot be empty")
+        if not set(part) <= set(range(parent.size())):
+            raise ValueError(f"{list(part)} are not all ranks of a group of {parent.size()}")
+        if len(set(part)) < len(part) or taken & set(part):
+            raise ValueError("the split groups cannot have duplicate ranks")
+        taken |= set(part)
+        if parent.rank() in part:
+            own = sorted(part)
+    return own
+
+
+def _with_mpiddp(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(torchs)
+
+    def monitored_barrier(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        group, timeout, wait_all_ranks = given.arguments.values()
+        if group is None and dist.is_initialized():
+            group = dist.group.WORLD
+        module = sys.modules.get("mpiddp.process_group.group")  # importing it would initialise MPI
+        if module is None or not isinstance(group, module.ProcessGroup):
+            return torchs(*args, **kwargs)  # another backend's, or this rank is not in it
+        if isinstance(timeout, float):
+            warnings.warn(
+                f"monitored_barrier takes a timedelta; {timeout} is taken for seconds",
+                stacklevel=2,
+            )
+            timeout = timedelta(seconds=timeout)
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise TypeError(
+                f"Expected timeout argument to be of type datetime.timedelta, got {timeout}"
+            )
+        return group.monitored_barrier(timeout, wait_all_ranks)
+
+    return monitored_barrier

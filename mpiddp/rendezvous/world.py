@@ -1,0 +1,335 @@
+"""From a world of MPI ranks to a world of torch.distributed.
+
+Also what must happen when it ends: on request, at interpreter exit, or because a
+rank failed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from mpiddp.engine import forks
+from mpiddp.mpi import uncaught
+from mpiddp.mpi.nodes import Topology, find_topology
+from mpiddp.process_group.futures import FutureCompleter
+from mpiddp.rendezvous import launch_checks
+from mpiddp.rendezvous.mpi_world import (
+    _check_thread_level,
+    _progress_thread_wanted,
+    checked_communicator,
+)
+from mpiddp.rendezvous.store import LazyStore
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpiddp.engine.requests import Requests
+    from mpiddp.process_group.group import ProcessGroup
+    from mpiddp.process_group.roll_call import RollCall
+
+BACKEND = "mpiddp"
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass
+class _World:
+    """What init_process_group made and destroy_process_group takes apart."""
+
+    communicator: MPI.Intracomm
+    requests: Requests
+    completion: FutureCompleter
+    roll_call: RollCall
+    topology: Topology
+    environment: dict[str, str]
+    process_id: int
+    store: LazyStore | None = None
+    started: bool = False
+    groups: list[weakref.ref[ProcessGroup]] = field(default_factory=list)
+
+
+_world: _World | None = None
+
+# Seconds that a rank which cannot start waits for all others to say the same, and between looks.
+_PATIENCE = 5.0
+_NAP = 0.001
+
+
+def init_process_group(
+    comm: MPI.Intracomm | None = None, timeout: timedelta = DEFAULT_TIMEOUT
+) -> None:
+    """Initialise torch.distributed on the ranks of an MPI communicator.
+
+    Collective over `comm`. Initialises MPI if nobody has, duplicates `comm`, and sets torchrun's
+    variables RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE where
+    they are unset. From here on an uncaught exception on any rank ends the whole job.
+
+    Args:
+        comm: any mpi4py intracommunicator; its ranks become torch.distributed's ranks. None is
+            ``MPI.COMM_WORLD``. Without mpirun that is a world of one.
+        timeout: how long a collective waits for other ranks before it raises.
+
+    Raises:
+        ImportError: mpi4py runs on another MPI than mpiddp was compiled against.
+        TypeError: an argument is of the wrong type.
+        ValueError: `comm` is null or an intercommunicator, or `timeout` is not positive; or an
+            environment variable of mpiddp is wrong on some rank.
+        RuntimeError: it was called before; the MPI gives less than THREAD_MULTIPLE; every process
+            is a world of one although the launcher started several; or the ranks differ in a
+            setting or a version that must be the same.
+    """
+    uncaught.watch_if_initialised()
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a datetime.timedelta, not {type(timeout).__name__}")
+    if timeout <= timedelta(0):
+        raise ValueError(f"timeout must be positive, not {timeout}")
+    if dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is initialised already; call destroy_process_group() first"
+        )
+
+    def start(communicator: MPI.Intracomm, topology: Topology) -> None:
+        dist.init_process_group(
+            BACKEND,
+            store=shared_store(communicator, topology, timeout),
+            rank=topology.rank,
+            world_size=topology.world_size,
+            timeout=timeout,
+        )
+
+    begin_world(comm, start)
+
+
+def begin_world(
+    comm: MPI.Intracomm | None, start: Callable[[MPI.Intracomm, Topology], None]
+) -> None:
+    """Make what lies under torch.distributed, and let `start` initialise that.
+
+    Collective over `comm`. An exception that not all ranks raise ends the job, unless it comes
+    before the first message; then it does so when nobody catches it.
+
+    Args:
+        comm: as for `init_process_group`.
+        start: called with a duplicate of `comm` and this process's place in it; it must
+            initialise torch.distributed.
+    """
+    forks.check("init_process_group")
+    # Left over if torch.distributed.destroy_process_group() was called instead of ours.
+    _leave_world()
+    own = checked_communicator(comm).Dup()
+    uncaught.watch(own.Get_rank(), own.Get_size())
+    try:
+        with uncaught.paused():  # torch's own hook only adds the rank to the traceback
+            _make_world(own)
+            start(own, get_topology())
+    except BaseException as error:
+        _end_unless_all_fail(own, error)
+        if _world is None:
+            own.Free()
+        _leave_world()
+        raise
+    assert _world is not None
+    _world.started = True
+    atexit.register(_stop_at_exit)
+
+
+def _make_world(own: MPI.Intracomm) -> None:
+    """Make what one process has of the world. Collective over `own`, which the world then owns."""
+    global _world
+    from mpiddp.engine.engine import Engine
+    from mpiddp.engine.requests import Requests
+    from mpiddp.process_group.roll_call import RollCall
+
+    launch_checks.compare_settings(own, _check_thread_level)
+    threaded = _progress_thread_wanted()
+    topology = find_topology(own)
+    forks.claim(topology.rank, topology.world_size)
+    environment = {
+        name: value for name, value in topology.as_environment().items() if name not in os.environ
+    }
+    requests = Requests(Engine(threaded=threaded), crowded=topology.crowded)
+    _world = _World(
+        own,
+        requests,
+        FutureCompleter(requests),
+        RollCall(own, threaded),
+        topology,
+        environment,
+        os.getpid(),
+    )
+    os.environ.update(environment)
+
+
+def _end_unless_all_fail(communicator: MPI.Intracomm, error: BaseException) -> None:
+    """End the job if only some ranks have failed in it: the others wait for them, or soon will.
+
+    Collective where all have. Then each raises its own error, and may begin again.
+    """
+    from mpi4py import MPI
+
+    if communicator.Get_size() == 1:
+        return
+    with contextlib.suppress(MPI.Exception):
+        if isinstance(error, Exception) and _all_are_here(communicator):  # not Ctrl-C
+            return
+    uncaught.end_job(error)
+
+
+def _all_are_here(communicator: MPI.Intracomm) -> bool:
+    """Return whether all ranks call this within some seconds. Collective if they do.
+
+    By messages: the others may be in a collective, whose messages Open MPI takes for a barrier's.
+    """
+    from mpi4py import MPI
+
+    nothing = [bytearray(), MPI.BYTE]
+    others = range(1, communicator.Get_size()) if communicator.Get_rank() == 0 else [0]
+    deadline = time.monotonic() + _PATIENCE
+
+    def ended(requests: list[MPI.Request]) -> bool:
+        while not MPI.Request.Testall(requests):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_NAP)
+        return True
+
+    def send() -> bool:
+        return ended([communicator.Isend(nothing, rank) for rank in others])
+
+    def receive() -> bool:
+        return ended([communicator.Irecv(nothing, rank) for rank in others])
+
+    return receive() and send() if communicator.Get_rank() == 0 else send() and receive()
+
+
+def is_starting() -> bool:
+    """Return whether `begin_world` is at work. Not collective."""
+    return _world is not None and not _world.started
+
+
+def destroy_process_group() -> None:
+    """Free what init_process_group made. MPI itself stays initialised.
+
+    Collective. In a forked process it only forgets the process group.
+
+    Raises:
+        RuntimeError: there is no process group of mpiddp.
+    """
+    if _world is None:
+        raise RuntimeError("mpiddp.init_process_group() has not been called")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _leave_world()
+
+
+def get_topology() -> Topology:
+    """Return where this process stands among ranks and nodes. Not collective.
+
+    Raises:
+        RuntimeError: init_process_group has not been called.
+    """
+    if _world is None:
+        raise RuntimeError("the topology is known after mpiddp.init_process_group()")
+    return _world.topology
+
+
+def create_process_group(options: Any, backend_options: Any = None) -> ProcessGroup:
+    """Make the process group that torch.distributed asks for, as its registered creator.
+
+    Collective over the ranks of the new group.
+    """
+    from mpiddp.process_group.group import ProcessGroup
+
+    forks.check("new_group")
+    if _world is None:
+        raise RuntimeError(
+            "a group of mpiddp needs a world of mpiddp: start with mpiddp.init_process_group() "
+            'or torch.distributed.init_process_group("mpiddp")'
+        )
+    world = _world.communicator
+    ranks = list(options.global_ranks_in_group)
+    if ranks and ranks != list(range(world.Get_size())):
+        everyone = world.Get_group()
+        group = everyone.Incl(ranks)
+        communicator = world.Create_group(group)
+        group.Free()
+        everyone.Free()
+    else:
+        communicator = world.Dup()
+    try:
+        launch_checks.compare_debug_levels(communicator, ranks or range(world.Get_size()))
+    except RuntimeError:
+        communicator.Free()
+        raise
+    made = ProcessGroup(
+        communicator, _world.requests, _world.completion, options.timeout, options.store
+    )
+    made.roll_call = _world.roll_call
+    made.world_ranks = tuple(ranks or range(world.Get_size()))
+    _world.roll_call.add(made)
+    _world.groups.append(weakref.ref(made))
+    return made
+
+
+def shared_store(communicator: MPI.Intracomm, topology: Topology, timeout: timedelta) -> Store:
+    """Return a store that all ranks share, for groups of other backends.
+
+    Collective over `communicator`.
+    """
+    assert _world is not None
+    _world.store = LazyStore(communicator, topology.node_count == 1, timeout)
+    return _world.store
+
+
+def _leave_world() -> None:
+    global _world
+    world, _world = _world, None
+    if world is None:
+        return
+    if world.started:
+        uncaught.unwatch()
+    atexit.unregister(_stop_at_exit)
+    if forks.forked():
+        return  # the threads are not here, and MPI is the parent's
+    world.completion.stop()
+    world.requests.engine.stop()
+    world.roll_call.free()
+    if world.store is not None:
+        world.store.close()
+    world.communicator.Free()
+    for name, value in world.environment.items():
+        if os.environ.get(name) == value:  # else it is the user's by now
+            del os.environ[name]
+
+
+def _stop_at_exit() -> None:
+    """End without destroy_process_group: stop the thread, let mpi4py finalise MPI.
+
+    Nothing collective happens here, since the other ranks may be anywhere. torch's registry
+    must let go of the groups while there is an interpreter for their destructors.
+    """
+    if _world is None or _world.process_id != os.getpid():
+        return
+    uncaught.check_end()
+    uncaught.unwatch()  # threads that go on may meet what is stopped here
+    _world.completion.stop()
+    _world.requests.engine.stop()
+    _world.roll_call.stop()
+    for reference in _world.groups:
+        group = reference()
+        if group is not None:
+            group.forget_communicators()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if _world.store is not None:
+        _world.store.close()

@@ -1,0 +1,179 @@
+"""Run a script that was written for torchrun, as it is, on MPI.
+
+mpirun -n 16 python -m mpiddp train.py --epochs 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from torch.distributed import Backend
+
+from mpiddp.mpi import nodes
+from mpiddp.rendezvous import mpi_world, world
+from mpiddp.runner import output, torchrun
+from mpiddp.runner.job_exit import JobExit
+from mpiddp.runner.program import Program
+
+_DESCRIPTION = """\
+Run a script written for torchrun on MPI, as it is: torch.distributed gets its ranks from MPI, and
+DistributedDataParallel is the one of mpiddp. Start it with mpirun or srun.
+"""
+
+# What says that the program's own arguments follow.
+_KINDS = {"-m": "module", "-c": "code"}
+
+
+class _UsageError(Exception):
+    """What is wrong with the command line."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing: only rank 0 is to print, and nobody knows its rank yet."""
+        raise _UsageError(message)
+
+
+def main() -> int:
+    """Run what the command line names. Collective over MPI.COMM_WORLD.
+
+    Returns:
+        The exit status of this process.
+    """
+    parser = _make_parser()
+    problem = ""
+    try:
+        options, program = _parse(parser, sys.argv[1:])
+    except _UsageError as error:
+        problem = str(error)
+    communicator = mpi_world.checked_communicator(None).Dup()
+    topology = nodes.find_topology(communicator)
+    problems = [text for text in communicator.allgather(problem) if text]
+    if problems:
+        if topology.rank == 0:
+            parser.print_usage(sys.stderr)
+            print(f"{parser.prog}: error: {problems[0]}", file=sys.stderr)
+        return 2
+    if options.help:
+        if topology.rank == 0:
+            parser.print_help()
+        return 0
+    problem = torchrun.set_environment(communicator, topology)
+    communicator.Free()
+    if problem:
+        # Nobody aborts the job: the others' ends wait for rank 0 to print.
+        if topology.rank == 0:
+            print(f"{parser.prog}: {problem}", file=sys.stderr)
+        return 2
+
+    ending = JobExit(topology.rank, topology.world_size)
+    try:
+        _prepare(options, topology)
+        ending.watch_sigterm()
+        program.run()
+    except SystemExit as exited:
+        return ending.exit(exited.code)
+    except BaseException as error:
+        return ending.fail(error)
+    return 0
+
+
+def _prepare(options: argparse.Namespace, topology: nodes.Topology) -> None:
+    output.send_by_line()
+    _direct_output(options, topology.rank)
+    said = _replace(options, topology)
+    if topology.rank == 0:
+        ranks = f"{topology.world_size} rank{'s' * (topology.world_size > 1)}"
+        print(f"mpiddp: {ranks}, {said}", file=sys.stderr, flush=True)
+
+
+def _make_parser() -> _Parser:
+    parser = _Parser(
+        prog="python -m mpiddp",
+        usage="mpirun -n N %(prog)s [options] (SCRIPT | -m MODULE | -c CODE) [argument ...]",
+        description=_DESCRIPTION,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-h", "--help", action="store_true", help="print this and end")
+    parser.add_argument(
+        "--backend",
+        default=world.BACKEND,
+        metavar="NAME",
+        help="what init_process_group starts instead of nccl, gloo or torch's other backends "
+        "(default: %(default)s); keep: what the script names",
+    )
+    parser.add_argument(
+        "--keep-ddp",
+        action="store_true",
+        help="leave torch's DistributedDataParallel, with torch's reducer",
+    )
+    parser.add_argument(
+        "--tag-output", action="store_true", help='print "[RANK] " before each line'
+    )
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="write the output of each rank to DIR/rank-RANK.out and .err; that of rank 0 and "
+        "what ends the job are printed as well",
+    )
+    return parser
+
+
+def _parse(parser: _Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Program]:
+    """Return our options, and the program with its own arguments, which are not looked into."""
+    own: list[str] = []
+    rest = list(arguments)
+    while rest and rest[0].startswith("-") and rest[0] not in _KINDS:
+        own.append(rest.pop(0))
+        if own[-1] in ("--backend", "--log-dir") and rest:
+            own.append(rest.pop(0))
+    options = parser.parse_args(own)
+    kind = "script"
+    if rest and rest[0] in _KINDS:
+        kind = _KINDS[rest.pop(0)]
+    if not rest and not options.help:
+        raise _UsageError(f"the {kind} to run is missing")
+    if kind == "script" and rest and not os.path.exists(rest[0]):
+        raise _UsageError(f"there is no file {rest[0]!r} on {socket.gethostname()}")
+    if options.backend not in (torchrun.KEEP, *Backend.backend_list[1:]):
+        raise _UsageError(f"there is no backend {options.backend!r}")
+    name, *following = rest or [""]
+    return options, Program(kind, name, tuple(following))
+
+
+def _direct_output(options: argparse.Namespace, rank: int) -> None:
+    tag = f"[{rank}] " if options.tag_output else ""
+    if options.log_dir is None:
+        if tag:
+            output.send_tagged(tag)
+        return
+    options.log_dir.mkdir(parents=True, exist_ok=True)
+    files = [options.log_dir / f"rank-{rank}.{kind}" for kind in ("out", "err")]
+    if rank == 0:
+        output.send_tagged(tag, *files)
+    else:
+        output.send_to_files(*files)
+
+
+def _replace(options: argparse.Namespace, topology: nodes.Topology) -> str:
+    """Put what the options ask for in the place of what torch has, and return what that was."""
+    replaced = []
+    if options.backend != torchrun.KEEP:
+        torchrun.replace_backends(options.backend)
+        replaced.append(f"torch's backends (nccl, gloo, none) by {options.backend}")
+    if not options.keep_ddp and options.backend in (torchrun.KEEP, world.BACKEND):
+        all_of_mpiddp = options.backend == world.BACKEND
+        torchrun.replace_ddp(derived=all_of_mpiddp)
+        on = "" if all_of_mpiddp else " on groups of mpiddp"
+        replaced.append(f"torch's DistributedDataParallel{on} by mpiddp's")
+    if torchrun.limit_threads(topology):
+        replaced.append("the unset OMP_NUM_THREADS by 1")
+    return f"replaced: {'; '.join(replaced)}" if replaced else "nothing replaced"

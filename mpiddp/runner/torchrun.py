@@ -1,0 +1,196 @@
+"""What scripts written for torchrun find when it is MPI that starts them.
+
+Its environment variables, and in the place of torch's backends and of torch's
+DistributedDataParallel ours.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from mpiddp.ddp.wrapper import DistributedDataParallel
+from mpiddp.mpi.nodes import Topology
+from mpiddp.rendezvous.world import BACKEND
+from mpiddp.torch_internals.patching import replace_function
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["KEEP", "limit_threads", "replace_backends", "replace_ddp", "set_environment"]
+
+# A choice of backend: the script's own.
+KEEP = "keep"
+
+# The backends of torch that a script may name, and whether this machine can run them.
+_TORCHS: dict[str, Callable[[], bool]] = {
+    "gloo": dist.is_gloo_available,
+    "mpi": dist.is_mpi_available,
+    "nccl": lambda: dist.is_nccl_available() and torch.cuda.is_available(),
+    "ucc": dist.is_ucc_available,
+    "xccl": lambda: dist.is_xccl_available() and torch.xpu.is_available(),
+}
+
+
+def set_environment(communicator: MPI.Intracomm, topology: Topology) -> str:
+    """Set torchrun's variables where they are unset.
+
+    Collective over `communicator`.
+
+    Returns:
+        What contradicts MPI in the environment of a rank, "" if nothing does: the same text on
+        all ranks.
+    """
+    by_mpi = {"RANK": topology.rank, "WORLD_SIZE": topology.world_size}
+    wrong = [
+        f"rank {topology.rank}: {name}={os.environ[name]} in the environment, but MPI says {value}"
+        for name, value in by_mpi.items()
+        if os.environ.get(name, str(value)) != str(value)
+    ]
+    for told in communicator.allgather(wrong):
+        if told:
+            return str(told[0])
+    address, port = communicator.bcast(_address(topology) if topology.rank == 0 else None)
+    variables = topology.as_environment() | {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(topology.rank),
+        "ROLE_WORLD_SIZE": str(topology.world_size),
+        # Libraries read these to see that the processes have been started.
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+    for name, text in variables.items():
+        os.environ.setdefault(name, text)
+    return ""
+
+
+def limit_threads(topology: Topology) -> bool:
+    """Give each of several ranks of a node one thread, as torchrun does. Not collective.
+
+    Returns:
+        Whether that was done: not where OMP_NUM_THREADS is set.
+    """
+    if "OMP_NUM_THREADS" in os.environ or topology.local_world_size == 1:
+        return False
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)  # torch has read the variable already
+    return True
+
+
+def replace_backends(backend: str) -> None:
+    """Let init_process_group start `backend` for each of torch's own, and for none.
+
+    Groups beside the world keep their backend, such as Gloo, if this machine can run it. Not
+    collective.
+    """
+
+    def in_init(torchs: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(torchs)
+
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
+            given = signature.bind(*args, **kwargs).arguments
+            named = given.get("backend")
+            if named is None or _of_torch(named):
+                given["backend"] = backend
+                if backend == BACKEND:
+                    given.pop("pg_options", None)  # NCCL's
+                    if not torch.accelerator.is_available():
+                        given.pop("device_id", None)
+            torchs(**given)
+
+        return init_process_group
+
+    def in_new_group(torchs: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(torchs)
+
+        def new_group(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            named = given.get("backend")
+            if (
+                named is not None
+                and _of_torch(named)
+                and not all(_TORCHS[name]() for name in _names(named))
+            ):
+                given["backend"] = backend
+                given.pop("pg_options", None)
+            return torchs(**given)
+
+        return new_group
+
+    replace_function(dist.init_process_group, in_init)
+    replace_function(dist.new_group, in_new_group)
+
+
+def replace_ddp(derived: bool) -> None:
+    """Let torch's DistributedDataParallel construct ours where its group is one of mpiddp.
+
+    Whoever holds torch's class, by whatever import, gets it: the class stays; calling it constructs
+    our subclass. Not collective.
+
+    Args:
+        derived: whether classes that are derived from torch's from now on are derived from ours.
+            They refuse groups of other backends then.
+    """
+    torchs = torch.nn.parallel.DistributedDataParallel
+    signature = inspect.signature(torchs.__init__)
+
+    def choose(cls: type, *args: Any, **kwargs: Any) -> object:
+        chosen = cls
+        if cls is torchs and _on_mpiddp(signature, args, kwargs):
+            chosen = DistributedDataParallel
+        return object.__new__(chosen)
+
+    def derive(cls: type, **kwargs: Any) -> None:
+        super(torchs, cls).__init_subclass__(**kwargs)  # type: ignore[misc]
+        cls.__bases__ = tuple(
+            DistributedDataParallel if base is torchs else base for base in cls.__bases__
+        )
+
+    torchs.__new__ = choose  # type: ignore[method-assign, assignment]
+    if derived:
+        torchs.__init_subclass__ = classmethod(derive)  # type: ignore[assignment, arg-type]
+
+
+def _on_mpiddp(signature: inspect.Signature, args: Any, kwargs: Any) -> bool:
+    try:
+        given = signature.bind(None, *args, **kwargs).arguments
+    except TypeError:
+        return False  # unpickling; or torch's own error follows
+    group, mesh = given.get("process_group"), given.get("device_mesh")
+    if mesh is not None:
+        if mesh.ndim != 1 or mesh.get_coordinate() is None:
+            return False  # torch's own error follows
+        group = mesh.get_group(mesh_dim=0)
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    from mpi4py import MPI
+
+    from mpiddp.process_group.group import ProcessGroup
+
+    return isinstance(group, ProcessGroup | MPI.Comm)
+
+
+def _names(backend: str) -> list[str]:
+    """Return the backends in a string like "cpu:gloo,cuda:nccl"."""
+    return [part.rpartition(":")[2].strip() for part in backend.lower().split(",")]
+
+
+def _of_torch(backend: object) -> bool:
+    return isinstance(backend, str) and all(name in _TORCHS for name in _names(backend))
+
+
+def _address(topology: Topology) -> tuple[str, int]:
+    """Return this host, and a port on it that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+    return ("127.0.0.1" if topology.node_count == 1 else socket.gethostname()), port

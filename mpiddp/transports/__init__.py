@@ -1,0 +1,5 @@
+"""How the bytes of buckets travel, and the choice among the ways.
+
+May import: the leaves, system, mpi, torch_internals, gpu, engine. Must never know a parameter, a
+hook or a process group.
+"""

@@ -1,0 +1,242 @@
+"""Choose how the gradients of a module travel: the one place that knows all transports.
+
+Those on a GPU: `gpu_choice` chooses for them, and "staging" lies over one of these here.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from mpiddp import settings
+from mpiddp.engine.memory import BucketMemory, GpuMemory
+from mpiddp.gpu.runtime import runtime_of
+from mpiddp.mpi import nodes
+from mpiddp.transports import gpu_choice
+from mpiddp.transports.gpu_ring import GpuRingTransport
+from mpiddp.transports.gpu_staging import StagingTransport
+from mpiddp.transports.iallreduce import IallreduceTransport
+from mpiddp.transports.lanes import LaneTransport
+from mpiddp.transports.shared import SharedTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mpi4py import MPI
+
+    from mpiddp.engine.engine import Channel, Engine
+
+
+# Where a bucket is sent, the wire is idle until the first large one is full: 4 MiB instead of
+# torch's 25 took a fifth off a step between two hosts. Inside a node it makes no difference.
+BUCKET_BYTES_BETWEEN_NODES = 4 << 20
+BUCKET_BYTES_INSIDE_NODE = 25 << 20
+
+# What MPI_Iallreduce gets at once. Between two nodes two chunks of 512 KiB fill a wire of 1 Gbit/s
+# in both directions, and four of 1 MiB take half as long again. Between four nodes these take a
+# tenth less than those: a chunk has more messages one after the other, each a part of it. More
+# than four nodes could not be measured.
+CHUNK_BYTES = 512 << 10
+CHUNK_BYTES_OF_MANY = 1 << 20
+MOST_CHUNKS = 8
+
+
+class HostTransport(Protocol):
+    """What the engine needs of a transport for buckets in the host's memory."""
+
+    @property
+    def address(self) -> int:
+        """Where the engine finds the C ``Transport``, see engine/interface.pxd."""
+
+    def allocate(self, sizes: Sequence[int]) -> list[BucketMemory]:
+        """Return memory for buckets of these sizes in bytes. Collective."""
+
+    def free(self) -> None:
+        """Free what was made of the communicator. Collective."""
+
+
+def requested_transport(argument: str | None) -> str:
+    """Return the transport that the argument names, else the environment. Not collective.
+
+    Raises:
+        ValueError: there is no transport of this name.
+    """
+    if argument is None:
+        return settings.TRANSPORT.read()
+    if argument not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {argument!r}")
+    return argument
+
+
+def open_channel(
+    engine: Engine, communicator: MPI.Comm, name: str, device: torch.device | None = None
+) -> Channel:
+    """Return a channel of the engine over a transport of its own.
+
+    Collective.
+
+    Args:
+        engine: the process's progress engine.
+        communicator: used by nothing else from now on.
+        name: one of `TRANSPORTS`, the same on all ranks.
+        device: where the buckets will be; None for the CPU. `Engine.close_channel` closes what lies
+            below it, too.
+
+    Raises:
+        OSError: "shared" was asked for, and the ranks of a node cannot share memory.
+        GpuError: the device's runtime refuses to make streams.
+        ValueError: MPIDDP_DEVICE_TRANSPORT names no transport.
+        RuntimeError: it names another one on another rank.
+    """
+    runtime = None if device is None else runtime_of(device)
+    if device is None or runtime is None:
+        return _open_host_channel(engine, communicator, name)
+    choice = gpu_choice.choose(communicator, device)
+    if choice.name != gpu_choice.STAGING:
+        transport = gpu_choice.make_transport(choice.name, communicator, device)
+        return engine.open_channel(transport, communicator)
+    channel = _open_host_channel(engine, communicator, name)
+    return engine.open_channel(StagingTransport(channel, runtime, device), communicator)
+
+
+class WorldOfOneMemory:
+    """Memory for the buckets of a world of one on a device: nothing travels.
+
+    Args:
+        device: where the buckets are.
+    """
+
+    # The engine takes it for no transport.
+    address = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def allocate(self, sizes: Sequence[int], tails: Sequence[int] | None = None) -> list[GpuMemory]:
+        """Return a `GpuMemory` for each of `sizes` in bytes. Not collective.
+
+        Args:
+            sizes: of the buckets, with their tails.
+            tails: what of each stays in host memory, in bytes; None: nothing.
+        """
+        return [
+            GpuMemory(
+                torch.zeros(size - tail, dtype=torch.uint8, device=self.device),
+                tail=torch.zeros(tail, dtype=torch.uint8),
+            )
+            for size, tail in zip(sizes, tails or [0] * len(sizes), strict=True)
+        ]
+
+    def free(self) -> None:
+        """Do nothing."""
+
+
+def open_channel_of_one(engine: Engine, device: torch.device | None = None) -> Channel:
+    """Return a channel for a world of one, whose jobs are done when they are submitted.
+
+    Not collective.
+
+    Args:
+        engine: the process's progress engine.
+        device: where the buckets will be; None for the CPU.
+    """
+    if device is None or runtime_of(device) is None:
+        return engine.open_channel(None)
+    return engine.open_channel(WorldOfOneMemory(device))
+
+
+def chunks_in_flight(nodes: int) -> tuple[int, int]:
+    """Return how many chunks `IallreduceTransport` sends at once, and their size in bytes.
+
+    Not collective.
+
+    Args:
+        nodes: how many the ranks are on.
+    """
+    if nodes <= 2:
+        return 2, CHUNK_BYTES
+    return min(2 * (nodes - 1).bit_length(), MOST_CHUNKS), CHUNK_BYTES_OF_MANY
+
+
+def _make_iallreduce(communicator: MPI.Comm, node_count: int) -> IallreduceTransport:
+    window, chunk_bytes = chunks_in_flight(node_count)
+    return IallreduceTransport(communicator, chunk_bytes=chunk_bytes, window=window)
+
+
+# The transports that treat all ranks of a communicator alike, by name, and what makes one of the
+# communicator and the number of its nodes. A new transport has its line here.
+MAKERS: dict[str, Callable[[MPI.Comm, int], HostTransport]] = {
+    "mpi": _make_iallreduce,
+}
+
+# What a user may ask for. "shared" is shared memory inside nodes and lanes between them; "auto"
+# takes it where any ranks share a node, else "mpi".
+TRANSPORTS: tuple[str, ...] = ("auto", "shared", *MAKERS)
+
+
+def _open_host_channel(engine: Engine, communicator: MPI.Comm, name: str) -> Channel:
+    node = nodes.ranks_of_node(communicator)
+    here = communicator.allgather((node.Get_rank(), node.Get_size()))
+    ranks_here = [size for _, size in here]
+
+    def send_only() -> Channel:
+        make = MAKERS.get(name, _make_iallreduce)
+        transport = make(communicator, sum(rank == 0 for rank, _ in here))
+        return engine.open_channel(transport, communicator)
+
+    if name in MAKERS or (name == "auto" and max(ranks_here) == 1):
+        node.Free()
+        return send_only()
+    problem = ""
+    transport: SharedTransport | LaneTransport | None = None
+    try:
+        if min(ranks_here) == communicator.Get_size():
+            transport = _make_shared(node)
+        else:
+            transport = LaneTransport(communicator, node)
+    except OSError as error:
+        problem = str(error)
+    problems = [text for text in communicator.allgather(problem) if text]
+    if not problems:
+        return engine.open_channel(transport, communicator)
+    # The communicators made so far stay: freeing them is collective, and some ranks have fewer.
+    if name == "shared":
+        raise OSError(problems[0])
+    if communicator.Get_rank() == 0:
+        warnings.warn(
+            f"the ranks of a node cannot share memory, so gradients go through MPI, which is "
+            f"slower: {problems[0]}",
+            stacklevel=2,
+        )
+    return send_only()
+
+
+def sends_messages(channel: Channel) -> bool:
+    """Whether gradients in this channel leave the memory that the ranks share. Not collective."""
+    transport = channel.transport
+    if isinstance(transport, StagingTransport):
+        transport = transport.inner.transport
+    return isinstance(transport, IallreduceTransport | LaneTransport | GpuRingTransport)
+
+
+def shares_memory(channel: Channel) -> bool:
+    """Whether buckets of this queue lie in memory that the ranks share. Not collective."""
+    transport = channel.transport
+    if isinstance(transport, StagingTransport):
+        transport = transport.inner.transport
+    return isinstance(transport, SharedTransport | LaneTransport)
+
+
+def _make_shared(node: MPI.Comm) -> SharedTransport:
+    # Bound ranks see their own cores only.
+    cores = len(set().union(*node.allgather(os.sched_getaffinity(0))))
+    ranks = node.Get_size()
+    spare = cores >= ranks * (torch.get_num_threads() + 1)
+    return SharedTransport(
+        node,
+        crowded=cores < ranks,
+        wants_thread=spare or settings.PROGRESS_THREAD.read() is True,
+    )

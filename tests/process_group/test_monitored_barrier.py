@@ -1,0 +1,113 @@
+"""torch.distributed.monitored_barrier on groups of mpiddp: it names who is missing."""
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from group_data import rank, size
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(60)]
+
+SHORT = timedelta(seconds=0.3)
+LONG = timedelta(seconds=20)
+
+
+@pytest.fixture(autouse=True)
+def _quick_answers(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpiddp.process_group import roll_call
+
+    monkeypatch.setattr(roll_call, "_PERIOD", 0.03)
+
+
+@pytest.fixture
+def part() -> Any:
+    return dist.new_group(timeout=SHORT)
+
+
+def error(group: Any, **options: Any) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        dist.monitored_barrier(group, **options)
+    return str(caught.value)
+
+
+def test_nobody_leaves_before_the_last_has_come() -> None:
+    for late in range(size()):
+        dist.barrier()
+        began = time.monotonic()
+        if rank() == late:
+            time.sleep(0.1)
+        assert dist.monitored_barrier() is None
+        assert time.monotonic() - began > 0.09
+
+
+@pytest.mark.parametrize("all_ranks", [False, True])
+def test_missing_ranks_are_named_on_all(part: Any, all_ranks: bool) -> None:
+    """And nobody has to wait for its own time limit once rank 0 has given up."""
+    missing = list(range(1, size()))[-2:]
+    named = f"Rank {missing[0]}"
+    if all_ranks:
+        named = f"Ranks {', '.join(map(str, missing))}"
+    failed = f"[Rank 0]: {named} failed to pass monitoredBarrier in 300 ms"
+    timeout = SHORT if rank() == 0 else LONG
+    if rank() not in missing:
+        text = error(part, timeout=timeout, wait_all_ranks=all_ranks)
+        assert failed in text
+        if rank() == 0:
+            assert "not called it (no collective of this group so far)" in text
+        else:
+            assert text.startswith(f"Rank {rank()} successfully reached monitoredBarrier, but")
+    dist.barrier()
+    if rank() in missing:
+        assert failed in error(part, timeout=LONG, wait_all_ranks=all_ranks)
+    dist.barrier()
+    # What came late is not taken for the next one.
+    if rank() == 1:
+        time.sleep(0.1)
+    began = time.monotonic()
+    dist.monitored_barrier(part, timeout=LONG)
+    assert rank() == 1 or time.monotonic() - began > 0.05
+
+
+def test_rank_0_is_missing(part: Any) -> None:
+    """The time limit is the group's."""
+    if rank() > 0:
+        text = error(part)
+        assert (
+            f"Rank {rank()} reached monitoredBarrier, but rank 0 did not answer in 300 ms" in text
+        )
+        assert "Rank 0 has not called it" in text
+    dist.barrier()
+    if rank() == 0:
+        # It finds those messages, which it cannot tell from punctual ones.
+        dist.monitored_barrier(part, timeout=LONG)
+    dist.barrier()
+    dist.monitored_barrier(part, timeout=LONG)
+
+
+@pytest.mark.mpi(min_size=3)
+def test_group_of_some_ranks() -> None:
+    part: Any = dist.new_group([0, size() - 1], timeout=LONG)
+    if rank() in (0, size() - 1):
+        dist.monitored_barrier(part)
+        if rank() == 0:
+            text = error(part, timeout=SHORT)
+            assert "Rank 1 failed to pass" in text
+            assert (
+                f"World rank {size() - 1} has not called it (last called: monitored_barrier" in text
+            )
+    dist.barrier()
+
+
+def test_arguments(part: Any) -> None:
+    with pytest.raises(TypeError, match=r"of type datetime\.timedelta, got 5"):
+        dist.monitored_barrier(part, timeout=5)
+    with pytest.warns(UserWarning, match="taken for seconds"):
+        dist.monitored_barrier(part, timeout=20.0)
+
+
+def test_gloo_s_is_torch_s(gloo: Any) -> None:
+    with pytest.raises(TypeError, match="timedelta"):
+        dist.monitored_barrier(gloo, timeout=5)
+    dist.monitored_barrier(gloo, timeout=LONG)

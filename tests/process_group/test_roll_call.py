@@ -1,0 +1,225 @@
+"""A collective that some ranks never enter: the error names them and where they are."""
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mpirun
+import pytest
+import torch
+import torch.distributed as dist
+from group_data import rank, size
+
+from mpiddp.torch_internals.versions import new_group_in_order
+
+if TYPE_CHECKING:
+    from mpiddp.process_group.group import ProcessGroup
+
+SHORT = timedelta(seconds=0.3)
+
+marked = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(60)]
+
+
+@pytest.fixture(autouse=True)
+def _quick_answers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("mpi") is not None:
+        from mpiddp.process_group import roll_call
+
+        monkeypatch.setattr(roll_call, "_PERIOD", 0.03)
+        monkeypatch.setattr(roll_call, "_PATIENCE", 1.5)
+
+
+@pytest.fixture
+def part() -> Any:
+    """Return a group of all ranks that gives up soon; it is not used again."""
+    return dist.new_group(timeout=SHORT)
+
+
+def message_of(call: Callable[[], object]) -> str:
+    with pytest.raises(RuntimeError, match="has waited") as caught:
+        call()
+    return str(caught.value)
+
+
+def until_all_are_here() -> None:
+    """Wait on another group, as a program that goes on elsewhere would."""
+    dist.barrier()
+
+
+class TestMissingRanks:
+    pytestmark = marked
+
+    def test_named_with_what_they_called_last(self, part: "ProcessGroup") -> None:
+        dist.broadcast(torch.ones(2, 3, dtype=torch.int16), src=1, group=part)
+        last = size() - 1
+        if rank() != last:
+            text = message_of(lambda: dist.all_reduce(torch.ones(4), group=part))
+            assert f"rank {rank()} of {size()}: all_reduce" in text
+            assert (
+                f"Rank {last} has not called it "
+                f"(last called: broadcast(root 1) of int16 (2, 3), #1)" in text
+            )
+            assert "not answer" not in text
+        until_all_are_here()
+
+    def test_several(self, part: "ProcessGroup") -> None:
+        if rank() == 0:
+            text = message_of(lambda: dist.barrier(group=part))
+            who = {2: "Rank 1 has", 3: "Ranks 1 and 2 have", 4: "Ranks 1 to 3 have"}[size()]
+            assert f"{who} not called it (no collective of this group so far)" in text
+        until_all_are_here()
+
+    def test_group_that_others_do_not_know(self) -> None:
+        part: Any = dist.new_group(timeout=SHORT)
+        if rank() > 0:
+            part._set_group_name("another")
+        else:
+            text = message_of(lambda: dist.barrier(group=part))
+            assert "not called it (not in a group of this name and these ranks)" in text
+        until_all_are_here()
+
+    def test_called_with_something_else(self, part: "ProcessGroup") -> None:
+        """On one rank the collective was another: the counts are equal and nobody is missing."""
+        part.entered, part.last = 5, ("barrier", None, None, (), 0)
+        if rank() == 1:
+            part.last = ("broadcast", "root 0", torch.float32, (3,), 1)
+        until_all_are_here()
+        assert part.roll_call is not None
+        text = part.roll_call.explain(part)
+        if rank() == 0:
+            assert (
+                text
+                == "Rank 1 called broadcast(root 0) of float32 (3,) where rank 0 called barrier"
+            )
+        until_all_are_here()
+        if rank() == 1:
+            part.last = ("barrier", None, None, (), 0)
+        until_all_are_here()
+        assert part.roll_call.explain(part).startswith("All ranks have called it")
+        until_all_are_here()
+
+    def test_collective_that_was_entered_some_time_ago(self, part: "ProcessGroup") -> None:
+        part.entered = 5 + (rank() == 0)
+        until_all_are_here()
+        assert part.roll_call is not None
+        if rank() == 0:
+            assert part.roll_call.explain(part, 5).startswith("All ranks have called it")
+            assert "not called it" in part.roll_call.explain(part)
+        until_all_are_here()
+
+    def test_all_ask_at_once_and_from_several_threads(self, part: "ProcessGroup") -> None:
+        roll_call = part.roll_call
+        assert roll_call is not None
+        texts: list[str] = []
+        threads = [
+            threading.Thread(target=lambda: texts.append(roll_call.explain(part))) for _ in range(2)
+        ]
+        part.entered = rank()
+        until_all_are_here()
+        began = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert time.monotonic() - began < 3.5
+        for text in texts:
+            if rank() == 0:
+                assert text.startswith("All ranks have called it")
+            else:
+                assert text.startswith("Rank 0 has" if rank() == 1 else "Ranks 0")
+                assert "not answer" not in text
+        until_all_are_here()
+
+    def test_hanging_rank_is_silent(self, part: "ProcessGroup") -> None:
+        roll_call = part.roll_call
+        assert roll_call is not None
+        until_all_are_here()
+        if rank() == 1:
+            roll_call.stop()  # as seen from outside, like one that never gives the lock away
+        until_all_are_here()
+        if rank() == 0:
+            began = time.monotonic()
+            text = message_of(lambda: dist.barrier(group=part))
+            assert "ank 1 does not answer (ended, or stuck outside Python)" in text
+            assert time.monotonic() - began < 3.5
+        until_all_are_here()
+        if rank() == 1:
+            roll_call.start()
+        until_all_are_here()
+        # The answer to the old question comes late, and is not taken for one to this.
+        if rank() == 0:
+            assert "not answer" not in roll_call.explain(part)
+        until_all_are_here()
+
+    @pytest.mark.mpi(min_size=3)
+    def test_group_smaller_than_the_world(self) -> None:
+        ranks = [size() - 1, 0]
+        part = new_group_in_order(ranks, timeout=SHORT)
+        if rank() == 0:
+            text = message_of(lambda: dist.barrier(group=part))
+            assert f"World rank {size() - 1} has not called it" in text
+        until_all_are_here()
+
+
+def run(folder: Path, source: str, ranks: int, **env: str) -> str:
+    """Run a script in which a rank must fail, and return what it printed to stderr."""
+    script = folder / "script.py"
+    script.write_text(
+        "import os, signal, sys, time\nfrom datetime import timedelta\n"
+        "import torch, torch.distributed as dist, mpiddp\n"
+        "mpiddp.init_process_group(timeout=timedelta(seconds=1))\n"
+        "rank = dist.get_rank()\n"
+        "dist.all_reduce(torch.ones(3))\n" + source
+    )
+    done = mpirun.run(ranks, [script], timeout=60, env=env)
+    print(done.stdout, done.stderr)  # pytest shows it when the test fails
+    assert done.returncode != 0
+    return done.stderr
+
+
+@pytest.mark.once
+@pytest.mark.timeout(100)
+def test_rank_that_ended_and_one_that_does_something_else(tmp_path: Path) -> None:
+    source = """
+if rank == 2:
+    sys.exit()
+if rank == 1:
+    time.sleep(30)
+dist.barrier()
+"""
+    text = run(tmp_path, source, 3)
+    error = re.search(r"\[rank0\]: RuntimeError: (.*)", text)
+    assert error
+    assert "barrier on process group '0' has waited 1 s" in error[1]
+    assert "Rank 1 has not called it (last called: all_reduce(SUM) of float32 (3,), #1)" in error[1]
+    assert "rank 2 does not answer (ended, or stuck outside Python)" in error[1]
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.slow
+def test_frozen_rank(tmp_path: Path) -> None:
+    source = """
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+dist.barrier()
+"""
+    assert "Rank 1 does not answer" in run(tmp_path, source, 2)
+
+
+@pytest.mark.once
+@pytest.mark.timeout(100)
+def test_without_progress_thread(tmp_path: Path) -> None:
+    source = """
+import threading
+assert "mpiddp roll call" not in [thread.name for thread in threading.enumerate()]
+if rank == 0:
+    dist.barrier()
+else:
+    time.sleep(30)
+"""
+    text = run(tmp_path, source, 2, MPIDDP_PROGRESS_THREAD="0")
+    assert "Which ranks are missing cannot be told with MPIDDP_PROGRESS_THREAD=0" in text

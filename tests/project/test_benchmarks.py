@@ -1,0 +1,205 @@
+"""The benchmarks in their smallest form: they run, they agree, and no figure is far off."""
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mpirun
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+# Beside torch's class over Gloo: figures of a busy machine may be off by less.
+FAR_OFF = 2.0
+
+pytestmark = [pytest.mark.once, pytest.mark.timeout(150)]
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let a test import what the benchmarks share, and nobody after it."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    yield
+    for name in ("names", "measuring", "goals", "plot"):
+        if name not in before:
+            sys.modules.pop(name, None)
+
+
+def measuring() -> ModuleType:
+    return importlib.import_module("measuring")
+
+
+def measure(script: str, n: int, results: Path, *args: object) -> tuple[str, dict[str, Any]]:
+    """Run a benchmark; return what it printed and what it wrote."""
+    command = [str(BENCHMARKS / script), "--json", str(results), *map(str, args)]
+    done = mpirun.run(n, command, timeout=120)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    written: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
+    assert written["machine"]["cores"] >= 1
+    assert written["machine"]["versions"]["mpiddp"] != "unknown"
+    return done.stdout, written
+
+
+def test_exposed_time_is_not_far_off(tmp_path: Path) -> None:
+    model = "200 x Linear(64)"
+    printed, written = measure(
+        "exposed.py", 2, tmp_path / "results.json", "--models", model, "--seconds", 5
+    )
+    (result,) = written["exposed"]
+    assert (result["model"], result["ranks"], result["parameters"]) == (model, 2, 400)
+    records = {record["candidate"]: record for record in result["records"]}
+    names = importlib.import_module("names")
+    expected = {*names.NAMES} - {names.HOROVOD, names.TORCH_MPI} - {*result["notes"]}
+    assert expected <= set(records), result["notes"]
+    for record in records.values():
+        assert len(record["synchronised"]) == len(record["alone"]) >= 3
+    for name in expected:
+        assert f"\n{name} " in printed
+
+    # A step as a whole: the difference of two steps is mostly noise on a busy machine.
+    ours, gloo = (records[name]["synchronised"] for name in (names.OURS, names.GLOO))
+    ratio = measuring().ratio(ours, gloo)
+    assert ratio is not None
+    assert ratio[1] < FAR_OFF, f"a step takes {ratio} times that of torch DDP on Gloo\n{printed}"
+
+    report = importlib.import_module("goals").report(written)
+    assert f"{model}, 2 ranks" in report
+
+
+@pytest.mark.slow
+def test_collectives_agree_and_none_is_far_slower_than_gloo(tmp_path: Path) -> None:
+    printed, written = measure(
+        "collectives.py", 2, tmp_path / "results.json", "--seconds", 5, "--sizes", 8, 1 << 20
+    )
+    records = written["collectives"]
+    names = importlib.import_module("names")
+    cells = {(record["collective"], record["bytes"]) for record in records}
+    assert len(cells) == len(records) == 2 * 13 - 1  # one barrier
+    for record in records:
+        samples = record["seconds"]
+        assert set(samples) == {names.OURS, names.BARE, names.BLOCKING, names.GLOO_GROUP}
+        assert len({len(each) for each in samples.values()}) == 1
+        ratio = measuring().ratio(samples[names.OURS], samples[names.GLOO_GROUP])
+        where = (record["collective"], record["bytes"])
+        assert ratio is not None, where
+        assert ratio[1] < FAR_OFF, f"{where}: {ratio} times Gloo's time\n{printed}"
+    report = importlib.import_module("goals").report(written)
+    assert "bare MPI call" in report
+
+
+@pytest.mark.slow
+def test_overlap_is_measured(tmp_path: Path) -> None:
+    printed, written = measure("overlap.py", 2, tmp_path / "results.json", "--mb", 1, "--rounds", 3)
+    (record,) = written["overlap"]
+    assert all(len(part) == 3 for parts in record["seconds"].values() for part in parts.values())
+    assert "both / sum" in printed
+
+
+def test_goals_of_collectives_name_what_is_missed() -> None:
+    goals = importlib.import_module("goals")
+
+    def verdict(nbytes: int, ours: float, bare: float, gloo: float) -> str:
+        seconds = {"mpiddp": [ours] * 3, "bare": [bare] * 3, "Gloo": [gloo] * 3}
+        record = {"collective": "reduce", "bytes": nbytes, "ranks": 2, "seconds": seconds}
+        found: str = goals.collective_verdict(record)
+        return found
+
+    assert verdict(8, 20e-6, 6e-6, 1.0) == ""
+    assert verdict(8, 22e-6, 6e-6, 1.0) == "bare"
+    assert verdict(8, 22e-6, 6e-6, 21e-6) == "bare, Gloo"
+    assert verdict(1 << 20, 1.09, 1.0, 2.0) == ""
+    assert verdict(1 << 20, 1.11, 1.0, 2.0) == "bare"
+    assert verdict(1 << 20, 1.05, 1.0, 1.04) == "Gloo"
+
+
+LIMIT = """
+import torch
+from limit import Limit
+from mpi4py import MPI
+
+comm = MPI.COMM_WORLD
+sizes = (1, 70_001, 300_000, 16, 5)
+
+def gradients():
+    generator = torch.Generator().manual_seed(comm.rank)
+    return [torch.randn(size, generator=generator) for size in sizes]
+
+expected = [sum(pieces) / comm.size for pieces in zip(*comm.allgather(gradients()))]
+for copy_back in (True, False):
+    own = gradients()
+    limit = Limit(own, comm)
+    limit.step(copy_back)
+    for averaged in [limit.means()[::-1]] + copy_back * [own]:
+        torch.testing.assert_close(averaged, expected)
+    # Means of means are the same, however often.
+    if copy_back:
+        assert limit.seconds(True, 50) > 0
+        torch.testing.assert_close(own, expected)
+comm.Barrier()
+print("right", flush=True)
+"""
+
+
+@pytest.mark.slow  # test_exposed_time_is_not_far_off compares its means, too
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_limit_computes_means(n: int) -> None:
+    done = mpirun.run(n, ["-c", LIMIT], timeout=100, env={"PYTHONPATH": str(BENCHMARKS)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("right") == n
+
+
+def test_ratio_is_that_of_medians_with_a_spread_around_it() -> None:
+    ratio = measuring().ratio
+    assert ratio([1.0] * 5, [4.0] * 5) == (0.25, 0.25, 0.25)
+    middle, low, high = ratio([1.0, 2.0, 3.0, 2.0, 2.0], [4.0, 4.0, 5.0, 3.0, 4.0])
+    assert middle == 0.5
+    assert low <= middle <= high
+    # Rounds that are slow for both leave their ratio alone.
+    slow = [1.0, 10.0, 2.0, 30.0, 1.5]
+    assert ratio(slow, [2 * each for each in slow]) == pytest.approx((0.5, 0.5, 0.5))
+    # Nothing to divide by.
+    assert ratio([1.0], [0.0]) is None
+    assert ratio([1.0, 1.0], [-1.0, 2.0]) is None
+
+
+def test_plots_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    records = [
+        {"candidate": name, "views": True, "synchronised": [add + 2.0] * 3, "alone": [1.0] * 3}
+        for name, add in (("mpiddp", 0.0), ("torch DDP, Gloo", 4.0))
+    ]
+    results = {
+        "machine": {"cores": 2, "processor": "P", "mpi": "MPI", "versions": {"torch": "2"}},
+        "exposed": [{"model": "a model", "ranks": 2, "records": records}],
+    }
+    (file,) = importlib.import_module("plot").draw(results, tmp_path)
+    assert file.name == "exposed-2-ranks.svg"
+    assert "<svg" in file.read_text(encoding="utf-8")
+
+
+def test_gpu_rates_on_a_simulated_gpu(tmp_path: Path) -> None:
+    """All ways to average a bucket run and report; the figures mean nothing."""
+    arguments = ["--simulated", "--seconds", 1, "--sizes", 0.1, "--models"]
+    printed, written = measure("gpu.py", 2, tmp_path / "results.json", *arguments)
+    (record,) = written["rates"]
+    assert record["bytes"] == 100_000
+    ways = {"pinned copies", "host reduction", "staging", "device", "ring"}
+    assert set(record["seconds"]) == ways
+    assert all(len(samples) >= 5 for samples in record["seconds"].values())
+    assert "--simulated" in written["command"]
+    assert "of the slower of the first two" in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make test-gpu runs it")
+def test_gpu_script_says_that_there_is_no_gpu() -> None:
+    script = [str(BENCHMARKS / "gpu.sh"), sys.executable]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "gpu.sh: there is no GPU: torch " in done.stderr
+    assert not done.stdout

@@ -1,0 +1,271 @@
+"""The cost model at its limits, where the right answer is known. No MPI, no measurement."""
+
+import importlib
+import json
+import math
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ALGORITHMS = ("flat", "hierarchical", "ring")
+POWERS = [2**k for k in range(15)]
+MIB = 1 << 20
+
+
+pytestmark = pytest.mark.once
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    yield importlib.import_module("cost_model")
+    for name in (
+        "cost_model",
+        "check_cost_model",
+        "scaling",
+        "between_hosts",
+        "measuring",
+        "names",
+    ):
+        if name not in before:
+            sys.modules.pop(name, None)
+
+
+def wire_only(model: ModuleType, **changes: Any) -> Any:
+    """Return a machine on which everything but the link's bandwidth is free."""
+    nothing = {"latency_between": 0.0, "latency_inside": 0.0, "nap": 0.0}
+    free = {"rank_copy": math.inf, "rank_sum": math.inf}
+    return model.Machine(**{"link": 1e9, "headers": 1.0, **nothing, **free, **changes})
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_one_rank_costs_nothing(model: ModuleType, algorithm: str) -> None:
+    machine = model.Machine(link=1e9)
+    assert model.bucket_cost(machine, algorithm, 25 * MIB, 1, 1, model.NAP).total == 0
+    assert model.step_seconds(machine, algorithm, [MIB, 25 * MIB], 1, 1, 0.1, 0.2) == (
+        pytest.approx(0.3)
+    )
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_no_bytes_cost_nothing(model: ModuleType, algorithm: str) -> None:
+    machine = model.Machine(link=1e9)
+    assert model.bucket_cost(machine, algorithm, 0, 4, 2, model.NAP).total == 0
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("nap", [0.0, 1e-4])
+def test_more_nodes_never_cost_less(
+    model: ModuleType, algorithm: str, ranks: int, nap: float
+) -> None:
+    machine = model.Machine(link=1e9, overhead=1e-6, stack=2e9, cores=ranks)
+    for size in (1 << 10, MIB, 25 * MIB):
+        costs = [
+            model.bucket_cost(machine, algorithm, size, nodes, ranks, nap).total
+            for nodes in POWERS[1:]
+        ]
+        assert all(more >= less * (1 - 1e-9) for less, more in pairwise(costs))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (4, 1), (3, 1), (2, 2), (64, 8), (1, 4)])
+def test_more_bytes_never_cost_less(
+    model: ModuleType, algorithm: str, nodes: int, ranks: int
+) -> None:
+    machine = model.Machine(link=1e9, rendezvous=5e-5)
+    costs = [
+        model.bucket_cost(machine, algorithm, size, nodes, ranks, model.NAP).total
+        for size in (1 << 10, 1 << 16, MIB // 2, MIB, MIB + 4, 2 * MIB, 3 * MIB, 25 * MIB, 1 << 30)
+    ]
+    assert all(more >= less * (1 - 1e-9) for less, more in pairwise(costs))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 16, 16384])
+def test_bandwidth_term_of_the_ring(model: ModuleType, ranks: int) -> None:
+    # Patarasuk and Yuan: each rank sends 2 (p - 1) / p of the bytes.
+    size = 100 * MIB
+    expected = 2 * (ranks - 1) / ranks * size / 1e9
+    assert model.ring(wire_only(model), size, ranks, 1).total == pytest.approx(expected)
+    slow = wire_only(model, latency_between=1e-3)
+    latency = model.ring(slow, size, ranks, 1).total - expected
+    assert latency == pytest.approx(2 * (ranks - 1) * 1e-3)
+
+
+@pytest.mark.parametrize("nodes", [4, 16, 2048])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_wire_of_chunks_is_that_of_the_ring_over_nodes(
+    model: ModuleType, nodes: int, ranks: int
+) -> None:
+    machine = wire_only(model, headers=1.05)
+    expected = 1.05 * 2 * (nodes - 1) / nodes * 64 * MIB / 1e9
+    for algorithm in ("flat", "hierarchical"):
+        cost = model.bucket_cost(machine, algorithm, 64 * MIB, nodes, ranks, 0.0)
+        assert cost.occupied == pytest.approx(expected)
+        assert cost.total == pytest.approx(expected, rel=0.1)
+
+
+def test_rabenseifner_latency_is_two_rounds_a_doubling(model: ModuleType) -> None:
+    machine = wire_only(model, link=1e30, latency_between=1.0)
+    for doublings in range(1, 15):
+        assert model.flat(machine, 8, 2**doublings, 1).total == pytest.approx(2 * doublings)
+
+
+def test_only_long_messages_ask_their_receiver(model: ModuleType) -> None:
+    machine = wire_only(model, link=1e30, rendezvous=1.0)
+    # Halves of 1 MB, and so on down to 128 KB, both ways; 64 KB goes without asking.
+    assert model.flat(machine, MIB, 1024, 1, window=1).total == pytest.approx(2 * 3)
+    # Inside the node the first three are exchanged, so that 64 KB are left.
+    assert model.flat(machine, MIB, 1024, 8, window=1).total == pytest.approx(0)
+    assert model.flat(machine, MIB, 2, 1, trees=True).total == pytest.approx(2)
+
+
+def test_ranks_beyond_a_power_of_two_cost_two_rounds_more(model: ModuleType) -> None:
+    machine = wire_only(model, link=1e30, latency_between=1.0)
+    assert model.flat(machine, 8, 5, 1).total == pytest.approx(2 * 3 + 2)
+
+
+def test_a_tree_idles_in_one_direction_unless_two_chunks_are_in_flight(model: ModuleType) -> None:
+    machine = wire_only(model)
+    size = 32 * MIB
+    one, two = (
+        model.flat(machine, size, 2, 1, trees=True, window=window).total for window in (1, 2)
+    )
+    assert one == pytest.approx(2 * size / 1e9)
+    assert two == pytest.approx(size / 1e9, rel=0.05)
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 5, 1024])
+@pytest.mark.parametrize("trees", [False, True])
+def test_hierarchical_is_flat_at_one_rank_a_node(
+    model: ModuleType, nodes: int, trees: bool
+) -> None:
+    machine = model.Machine(link=1e9, overhead=1e-6, rendezvous=1e-4)
+    for nap in (0.0, model.NAP):
+        for size in (64, MIB, 25 * MIB):
+            flat = model.flat(machine, size, nodes, 1, nap=nap, trees=trees)
+            assert model.hierarchical(machine, size, nodes, 1, nap=nap, trees=trees) == flat
+
+
+def test_lanes_touch_less_memory_than_messages_inside_a_node(model: ModuleType) -> None:
+    machine = wire_only(model, link=1e30, node_memory=1e10)
+    size = 25 * MIB
+    for nodes in (1, 2, 64):
+        assert (
+            model.hierarchical(machine, size, nodes, 8).total
+            < 0.5 * model.flat(machine, size, nodes, 8).total
+        )
+
+
+def test_naps_cost_more_the_more_rounds_there_are(model: ModuleType) -> None:
+    machine = wire_only(model, link=1e30)
+    few, many = (model.flat(machine, 64, nodes, 1, nap=1e-4).total for nodes in (4, 1024))
+    assert few == pytest.approx(4e-4)
+    assert many == pytest.approx(20e-4)
+
+
+def test_buckets_are_closed_by_the_gradient_that_reaches_the_limit(model: ModuleType) -> None:
+    four = 4 * MIB
+    assert model.bucket_sizes([four] * 12) == [four, 7 * four, 4 * four]
+    assert model.bucket_sizes([100.0]) == [100.0]
+    assert model.bucket_sizes([]) == []
+    assert sum(model.bucket_sizes([1000.0] * 12345)) == 12345000
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (4, 1), (2, 2), (16, 8), (2048, 8), (1, 8)])
+@pytest.mark.parametrize("backward", [0.0, 1e-3, 0.05, 0.3, 5.0])
+def test_a_step_lies_between_full_overlap_and_none(
+    model: ModuleType, algorithm: str, nodes: int, ranks: int, backward: float
+) -> None:
+    machine = model.Machine(link=1e9, overhead=1e-6, rendezvous=1e-4, stack=2e9, cores=ranks)
+    for buckets in ([64.0], [MIB], [MIB, 25 * MIB, 25 * MIB, 7 * MIB], [100 * MIB, 64.0]):
+        copies = sum(buckets) / machine.rank_copy
+        wire = model.step_seconds(machine, algorithm, buckets, nodes, ranks, 0.0, -copies)
+        compute = 0.1 + backward + copies
+        step = model.step_seconds(machine, algorithm, buckets, nodes, ranks, 0.1, backward)
+        assert step >= max(compute, wire) * (1 - 1e-9)
+        assert step <= (compute + wire) * (1 + 1e-9)
+
+
+def test_what_is_done_before_backward_ends_is_hidden(model: ModuleType) -> None:
+    machine = wire_only(model)
+    # All but the last bucket, which is ready when backward ends.
+    buckets = [10 * MIB, 10 * MIB]
+    last = model.ring(machine, 10 * MIB, 4, 1).total
+    step = model.step_seconds(machine, "ring", buckets, 4, 1, 0.0, 1.0)
+    assert step == pytest.approx(1.0 + last)
+
+
+def test_time_that_naps_stretch_ends_with_backward(model: ModuleType) -> None:
+    assert model.end_of(0.0, 2.0, 1.0, 5.0) == 2.0
+    assert model.end_of(5.0, 2.0, 1.0, 5.0) == 6.0
+    assert model.end_of(4.0, 2.0, 1.0, 5.0) == 5.5
+
+
+def test_an_unknown_algorithm_is_an_error(model: ModuleType) -> None:
+    with pytest.raises(ValueError, match="flat, hierarchical, ring"):
+        model.bucket_cost(model.Machine(link=1e9), "tree", 1.0, 2, 1, 0.0)
+
+
+def test_predictions_to_16384_ranks(model: ModuleType) -> None:
+    scaling = importlib.import_module("scaling")
+    assert scaling.layout(16384) == (2048, 8)
+    assert scaling.layout(4) == (1, 4)
+    for machine in scaling.MACHINES.values():
+        flat, ours, ring = (scaling.predict(machine, algorithm) for algorithm in ALGORITHMS)
+        alone = scaling.FORWARD + scaling.BACKWARD
+        assert flat[0] == ours[0] == ring[0] == pytest.approx(alone)
+        assert min(ours) >= alone * (1 - 1e-9)
+        # A lane's messages between nodes are longer, so a few more of them ask first.
+        assert all(mine <= 1.01 * theirs for mine, theirs in zip(ours, flat, strict=True))
+        # Latency in proportion to the ranks is what ends a ring.
+        assert ring[-1] > flat[-1] > ours[-1]
+    assert "16384" in scaling.report()
+
+
+def test_the_plot_is_drawn(model: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    importlib.import_module("scaling").draw(tmp_path / "scaling.svg")
+    assert "<svg" in (tmp_path / "scaling.svg").read_text(encoding="utf-8")
+
+
+def test_comparison_with_what_was_measured(model: ModuleType, tmp_path: Path) -> None:
+    check = importlib.import_module("check_cost_model")
+    measured = {"latency_between": 3e-5, "latency_inside": 2e-6, "rendezvous": 5e-5, "stack": 1e9}
+    measured |= {"rank_copy": 5e9, "rank_sum": 5e9, "gloo_latency": 2e-4}
+    records = [
+        {"candidate": name, "synchronised": [1.0, 0.8, 1.2], "alone": [0.3, 0.3, 0.4]}
+        for name in check.ALGORITHM_NAMES
+    ]
+    model_size = {"parameters": 12, "bytes": 48 * MIB}
+    result = {
+        **model_size,
+        "nodes": 2,
+        "gigabits": 1,
+        "payload": 119e6,
+        "mpi": "MPICH",
+        "load": 0.0,
+    }
+    steps = [{**result, "ranks": ranks, "records": records} for ranks in (2, 4)]
+    parameters = [{"hosts": 2, "ranks": ranks, **measured} for ranks in (1, 2)]
+    file = tmp_path / "cost-model.json"
+    file.write_text(json.dumps({"parameters": parameters, "steps": steps}), encoding="utf-8")
+    cases = check.read([file])["cases"]
+    assert [case["algorithm"] for case in cases] == (
+        ["flat", "flat", "ring", "hierarchical", "flat", "ring"]
+    )
+    for case in cases:
+        assert case["measured"] == 1.0
+        assert case["backward"] == 0.3
+        # 46 MiB are on the wire when the second bucket is full at the latest.
+        assert 0.4 < case["predicted"] < 0.9
+        assert case["error"] == pytest.approx(case["predicted"] - 1)
+    assert "2 hosts x 2" in check.report(cases)

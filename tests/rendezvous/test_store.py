@@ -1,0 +1,184 @@
+"""The store of torch.distributed: made when it is first used, and then like torch's own."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+from replicas import RANK, SIZE, together
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from mpiddp.rendezvous.store import LazyStore
+
+several = pytest.mark.mpi(min_size=2)
+pytestmark = pytest.mark.mpi
+
+TIMEOUT = timedelta(seconds=20)
+
+
+@pytest.fixture
+def store() -> Iterator[LazyStore]:
+    made = LazyStore(MPI.COMM_WORLD, True, TIMEOUT)
+    yield made
+    MPI.COMM_WORLD.Barrier()
+    made.close()
+
+
+def descriptors() -> list[str]:
+    paths = (path for path in Path("/proc/self/fd").iterdir() if path.exists())
+    return sorted(os.readlink(path) for path in paths)
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "mpiddp store"]
+
+
+def is_open(store: LazyStore) -> bool:
+    """Say whether the store was made; who uses it may have its answer before that is noted."""
+    for _ in range(20):
+        if store._opened is not None:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_shared_by_all(store: LazyStore) -> None:
+    store.set(f"of rank {RANK}", str(RANK))
+    for other in range(SIZE):
+        assert store.get(f"of rank {other}") == str(other).encode()
+
+
+@several
+def test_rank_0_serves_others_though_it_never_uses_it(store: LazyStore) -> None:
+    users = store.add("users", 1) if RANK > 0 else 0
+    MPI.COMM_WORLD.Barrier()
+    with together():
+        assert users <= SIZE - 1
+        assert is_open(store)
+
+
+def test_nobody_connects_who_does_not_use_it(store: LazyStore) -> None:
+    if RANK == SIZE - 1:
+        store.set("key", "value")
+    MPI.COMM_WORLD.Barrier()
+    with together():
+        assert is_open(store) == (RANK in (0, SIZE - 1))
+
+
+def _answers(store: Store) -> list[Any]:
+    """Call everything that a store offers through a PrefixStore, as torch.distributed does."""
+    store = PrefixStore("prefix", store)
+    answers: list[Any] = [
+        store.set("binary", b"\xff\x00"),
+        store.get("binary"),
+        store.add("number", 2),
+        store.add("number", 3),
+        store.check(["number"]),
+        store.check(["number", "absent"]),
+        store.wait(["number"]),
+        store.wait(["number"], timedelta(seconds=1)),
+        store.compare_set("new", "", "first"),
+        store.compare_set("new", "other", "second"),
+        store.compare_set("new", "first", "second"),
+        store.append("new", " and more"),
+        store.multi_set(["a", "b"], ["1", "2"]),
+        store.multi_get(["a", "b", "new"]),
+        store.delete_key("a"),
+        store.delete_key("a"),
+        store.check(["a"]),
+        store.has_extended_api(),
+        store.clone().get("b"),
+    ]
+    return answers
+
+
+def test_answers_like_torchs(store: LazyStore) -> None:
+    if RANK == 0:
+        torchs = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        assert _answers(store) == _answers(torchs)
+        assert store.num_keys() == torchs.num_keys() > 0
+
+
+def test_waits_as_long_as_it_was_told(store: LazyStore) -> None:
+    prefixed = PrefixStore("prefix", store)
+    assert prefixed.timeout == TIMEOUT
+    prefixed.set_timeout(timedelta(seconds=0.1))
+    for wait in (
+        lambda: prefixed.get("absent"),
+        lambda: store.wait(["absent"]),
+        lambda: prefixed.wait(["absent"], timedelta(seconds=0.2)),
+    ):
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="timeout"):
+            wait()
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("use", [False, True], ids=["unused", "used"])
+def test_nothing_is_left(use: bool) -> None:
+    LazyStore(MPI.COMM_WORLD, True, TIMEOUT).close()
+    before, running = descriptors(), threads()
+    store = LazyStore(MPI.COMM_WORLD, True, TIMEOUT)
+    assert (len(threads()) > len(running)) == (RANK == 0 and SIZE > 1)
+    if use:
+        store.set("key", "value")
+    MPI.COMM_WORLD.Barrier()
+    store.close()
+    store.close()
+    with together():
+        assert threads() == running
+        for _ in range(100):  # the server's own thread may be at its end still
+            if (left := descriptors()) == before:
+                break
+            time.sleep(0.05)
+        assert left == before
+    with pytest.raises(RuntimeError, match="has been destroyed"):
+        store.get("key")
+
+
+@several
+def test_rank_that_does_not_reach_it(monkeypatch: pytest.MonkeyPatch, store: LazyStore) -> None:
+    def refuse(*args: object) -> socket.socket:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    if RANK == 0:
+        assert store.add("number", 1) == 1
+    else:
+        match = f'rank {RANK} does not reach the store .*backend="gloo".*: no route to host'
+        with pytest.raises(ConnectionError, match=match):
+            PrefixStore("prefix", store).get("number")
+
+
+def test_rank_0_that_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank is left waiting, and those that want the store are told."""
+
+    def refuse(*args: object, **settings: object) -> socket.socket:
+        raise OSError("too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "create_server", refuse)
+        store = LazyStore(MPI.COMM_WORLD, True, TIMEOUT)
+    with together(), pytest.raises(ConnectionError, match="rank 0 cannot listen: too many"):
+        store.set("key", "value")
+    store.close()
+
+
+def test_seen_from_other_hosts() -> None:
+    """Where not all ranks share a node, rank 0 listens at all its addresses."""
+    store = LazyStore(MPI.COMM_WORLD, False, TIMEOUT)
+    try:
+        with together():
+            assert store._host == MPI.COMM_WORLD.bcast(socket.gethostname())
+            store.add("number", 1)
+        MPI.COMM_WORLD.Barrier()
+        assert store.add("number", 0) == SIZE
+        MPI.COMM_WORLD.Barrier()
+    finally:
+        store.close()

@@ -1,0 +1,135 @@
+"""Say while tests run what is running and how much is left, by measured durations.
+
+`launch_durations.json` holds seconds by number of ranks and test file, from a machine of two cores
+at rest: `python tests/support/launch.py --measure` writes it. Other machines, or a busy one, are
+allowed for: what has run tells how much longer they take.
+"""
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+DURATIONS = Path(__file__).with_name("launch_durations.json")
+# Seconds between two lines.
+PERIOD = 20.0
+# What a test takes that nobody has measured.
+UNKNOWN = 0.5
+
+
+def file_of(test: str) -> str:
+    """Return the file of a test, by its name alone: files may move."""
+    return test.partition("::")[0].rpartition("/")[2]
+
+
+def read_durations() -> dict[str, dict[str, list[float]]]:
+    """Return seconds and number of tests, by number of ranks and by file."""
+    if not DURATIONS.exists():
+        return {}
+    found: dict[str, dict[str, list[float]]] = json.loads(DURATIONS.read_text())
+    return found
+
+
+def write_durations(size: int, seconds: Mapping[str, float]) -> None:
+    """Note what each test of a run took."""
+    durations = read_durations()
+    totals: dict[str, list[float]] = durations.setdefault(str(size), {})
+    counts = Counter(file_of(test) for test in seconds)
+    for file, count in counts.items():
+        took = sum(each for test, each in seconds.items() if file_of(test) == file)
+        totals[file] = [round(took, 1), count]
+    ordered = {key: dict(sorted(durations[key].items())) for key in sorted(durations)}
+    DURATIONS.write_text(json.dumps(ordered, indent=1) + "\n")
+
+
+class Estimate:
+    """How long tests take."""
+
+    def __init__(self) -> None:
+        self._durations = read_durations()
+
+    def of(self, tests: Iterable[str], size: int) -> float:
+        """Return the seconds that `tests` take with a number of ranks, 0 for without MPI."""
+        known = self._durations.get(str(size), {})
+        total = 0.0
+        for file, count in Counter(map(file_of, tests)).items():
+            seconds, measured = known.get(file, [UNKNOWN, 1])
+            total += seconds / measured * count
+        return total
+
+
+def in_words(seconds: float) -> str:
+    """Return a duration such as "3:05"."""
+    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
+    return f"{minutes}:{rest:02}"
+
+
+class Progress:
+    """A thread that prints a line now and then while one run goes on.
+
+    Args:
+        report: of rank 0.
+        expected: the tests of this run.
+        size: its number of ranks.
+        later: seconds that the runs after it take.
+    """
+
+    def __init__(self, report: Path, expected: set[str], size: int, later: float) -> None:
+        self._report = report
+        self._expected = expected
+        self._size = size
+        self._later = later
+        self._estimate = Estimate()
+        self._began = time.monotonic()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "Progress":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.set()
+        self._thread.join()
+
+    def line(self) -> str:
+        """Return what is running and how much is left."""
+        ended, running = self._events()
+        left = self._estimate.of(self._expected - ended, self._size)
+        due = self._estimate.of(ended, self._size)
+        elapsed = time.monotonic() - self._began
+        # Before enough has run to judge this machine by, it is taken for the measured one.
+        factor = min(max(elapsed / due, 0.5), 10.0) if due > PERIOD else 1.0
+        runs = f"{self._size} ranks" if self._size else "without MPI"
+        if self._size == 1:
+            runs = "1 rank"
+        return (
+            f"[{runs}: {len(ended)} of {len(self._expected)} tests, "
+            f"about {in_words(factor * (left + self._later))} left in all; "
+            f"now {running or 'starting'}]"
+        )
+
+    def _events(self) -> tuple[set[str], str]:
+        ended: set[str] = set()
+        running = ""
+        try:
+            lines = self._report.read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return ended, running
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                break  # it is being written
+            if event["event"] == "done":
+                ended.add(event["test"])
+                running = ""
+            elif event["event"] == "running":
+                running = event["test"]
+        return ended & self._expected, running
+
+    def _run(self) -> None:
+        while not self._ending.wait(PERIOD):
+            print(f"\n{self.line()}", flush=True)

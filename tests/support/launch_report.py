@@ -1,0 +1,174 @@
+"""A pytest plugin: report every test that this process finishes, for tests/support/launch.py.
+
+It also decides what belongs to a run. Under mpirun that is what is marked
+`@pytest.mark.mpi(min_size=N)` for at most the ranks that there are; without, what is
+not marked.
+
+Each process writes one file of JSON lines, flushed after each line, so that the file
+says where the process was when it was killed.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options that the launcher uses."""
+    group = parser.getgroup("launch", "how tests/support/launch.py starts pytest")
+    group.addoption("--launch-report", type=Path, metavar="DIR", help="write reports to DIR")
+    group.addoption(
+        "--launch-ranks",
+        type=int,
+        metavar="N",
+        help="run the tests for N ranks, with 0 those without MPI; default: all, to collect",
+    )
+    group.addoption(
+        "--launch-short",
+        action="store_true",
+        help="leave out what is marked thorough, and simulated GPUs on more than 2 ranks",
+    )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> Any:
+    """Start the report and, on other ranks than the first, send the output to a file.
+
+    This is the last hook before pytest starts to capture and remembers its stdout.
+    """
+    options = early_config.known_args_namespace
+    rank, size = 0, 0
+    if options.launch_ranks:
+        from mpi4py import MPI
+
+        rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    if rank > 0:
+        with (options.launch_report / f"rank-{rank}.out").open("wb") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+    file = options.launch_report / f"rank-{rank}.jsonl"
+    report = Report(file, rank, options.launch_ranks, options.launch_short)
+    early_config.pluginmanager.register(report)
+    report.write("start", size=size)
+    return (yield)
+
+
+def ranks_needed(item: pytest.Item) -> int:
+    """Return the ranks that a test needs, 0 for a test without MPI."""
+    return max((mark.kwargs.get("min_size", 1) for mark in item.iter_markers("mpi")), default=0)
+
+
+def most_ranks(item: pytest.Item, short: bool) -> int:
+    """Return the most ranks to run a test with."""
+    # What is simulated is a GPU, for which it makes no difference how many ranks there are.
+    once = short and item.get_closest_marker("simulated_gpu") is not None
+    return max(2, ranks_needed(item)) if once else sys.maxsize
+
+
+class Report:
+    """The report of one process."""
+
+    def __init__(self, path: Path, rank: int, ranks: int | None, short: bool = False) -> None:
+        self.file = path.open("w", encoding="utf-8")
+        self.rank = rank
+        self.ranks = ranks
+        self.short = short
+        self.began = 0.0
+        self.outcome = ""
+        self.reason = ""
+        self.status = 0
+
+    def write(self, event: str, **values: Any) -> None:
+        """Append one event."""
+        print(json.dumps({"event": event, **values}), file=self.file, flush=True)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Give each rank a folder for tmp_path: ranks race for pytest's numbered ones."""
+        if self.ranks and config.option.basetemp is None:
+            config.option.basetemp = config.option.launch_report / f"tmp-{self.rank}"
+
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        """Leave out what belongs to another run."""
+        chosen: list[pytest.Item] = []
+        others: list[pytest.Item] = []
+        for item in items:
+            needed = ranks_needed(item)
+            belongs = not (self.short and item.get_closest_marker("thorough"))
+            if self.ranks == 0:
+                belongs = belongs and needed == 0
+            elif self.ranks is not None:
+                belongs = belongs and 0 < needed <= self.ranks <= most_ranks(item, self.short)
+            (chosen if belongs else others).append(item)
+        if others:
+            config.hook.pytest_deselected(items=others)
+            items[:] = chosen
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Report what is going to run."""
+        tests = {
+            item.nodeid: [ranks_needed(item), most_ranks(item, self.short)]
+            for item in session.items
+        }
+        self.write("collected", tests=tests)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Report a file that cannot be collected."""
+        if report.failed:
+            self.write("failed", test=report.nodeid, text=report.longreprtext)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Report which test runs from here on."""
+        self.outcome, self.reason = "passed", ""
+        self.began = time.monotonic()
+        self.write("running", test=nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Report a failure at once, and the outcome after the teardown."""
+        if report.failed:
+            self.outcome = "failed"
+            self.write("failed", test=report.nodeid, text=report.longreprtext)
+        elif report.skipped and self.outcome == "passed":
+            # An expected failure is reported as skipped, too.
+            self.outcome = "skipped"
+            self.reason = getattr(report, "wasxfail", report.longreprtext)
+        if report.when == "teardown":
+            self.write(
+                "done",
+                test=report.nodeid,
+                outcome=self.outcome,
+                reason=self.reason,
+                seconds=round(time.monotonic() - self.began, 3),
+            )
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Any:
+        """Report that the summary is printed."""
+        yield
+        session.config.get_terminal_writer().flush()  # MPI_Abort flushes nothing
+        self.status = int(exitstatus)
+        self.write("end")
+
+    def pytest_internalerror(self, excrepr: Any) -> None:
+        """Report an error in pytest or in a plugin."""
+        self.write("failed", test="pytest", text=str(excrepr))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        """End a failed job.
+
+        The other ranks may be waiting for this one. mpi4py would end the job, too, but
+        only at the end of the interpreter, after other exit handlers that may wait.
+        """
+        self.file.close()
+        if self.status != 0 and self.ranks is not None and self.ranks > 1:
+            from mpi4py import MPI
+
+            MPI.COMM_WORLD.Abort(self.status)

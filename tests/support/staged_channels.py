@@ -1,0 +1,124 @@
+"""Queues of device buckets over host transports on the simulated GPU, for the tests of staging."""
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import simulated_gpu
+import torch
+from replicas import RANK, SIZE, together
+from simulated_gpu import SimulatedRuntime
+
+from mpiddp.engine import single_all_reduce
+from mpiddp.engine.engine import Channel, Engine
+from mpiddp.engine.memory import GpuMemory
+from mpiddp.engine.single_all_reduce import SingleAllReduce
+from mpiddp.transports import choice, gpu_staged_memory
+from mpiddp.transports.gpu_staging import StagingTransport
+
+CPU = torch.device("cpu")
+TIMEOUT = 20.0
+# Every mean of `given` is a whole number, exact in any dtype for up to four ranks.
+UNIT = 12
+PIECE = 4096
+
+
+@dataclass
+class Queue:
+    """A channel of device buckets, with what it is made of."""
+
+    gpu: SimulatedRuntime
+    engine: Engine
+    channel: Channel
+
+    def allocate(self, sizes: list[int], tails: list[int] | None = None) -> list[GpuMemory]:
+        memories = self.channel.allocate(sizes, tails)
+        assert all(isinstance(memory, GpuMemory) for memory in memories)
+        return memories  # type: ignore[return-value]
+
+    def reduction(self, memory: GpuMemory, dtype: torch.dtype = torch.float32) -> SingleAllReduce:
+        return SingleAllReduce(self.channel, memory, dtype, float(SIZE))
+
+
+def forget_failures() -> None:
+    """Let go of the memory that is kept for good after a failure."""
+    single_all_reduce._abandoned.clear()  # type: ignore[attr-defined]
+    gpu_staged_memory._kept.clear()  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def gpu_left_as_found() -> Iterator[SimulatedRuntime]:
+    """Let CPU tensors be on a device, and find everything given back afterwards."""
+    with simulated_gpu.on_cpu_tensors() as runtime:
+        forget_failures()  # of other tests, lest it be let go of while this one counts
+        runtime.overlook()
+        unpinned = runtime.counts.unpinned_copies
+        yield runtime
+        # Means that nobody has waited for may still be on their way.
+        deadline = time.perf_counter() + TIMEOUT
+        while runtime.busy and time.perf_counter() < deadline:
+            time.sleep(0.001)
+        gpu_staged_memory._forget_kept()  # type: ignore[attr-defined]
+        if runtime.counts.alive != (0, 0, 0, 0):
+            gc.collect()
+        assert runtime.counts.alive == (0, 0, 0, 0)
+        assert runtime.counts.unpinned_copies == unpinned
+
+
+OpenQueue = Callable[..., Queue]
+
+
+@contextlib.contextmanager
+def opening_queues(gpu: SimulatedRuntime) -> Iterator[OpenQueue]:
+    """Return a function that opens queues over host transports, closed at the end."""
+    from mpi4py import MPI
+
+    opened: list[Queue] = []
+
+    def make(name: str = "auto", *, threaded: bool = True, piece_bytes: int = PIECE) -> Queue:
+        engine = Engine(threaded=threaded)
+        communicator = MPI.COMM_WORLD.Dup()
+        inner = choice.open_channel(engine, communicator, name)
+        outer = StagingTransport(inner, gpu, CPU, piece_bytes=piece_bytes)
+        opened.append(Queue(gpu, engine, engine.open_channel(outer, communicator)))
+        return opened[-1]
+
+    yield make
+    MPI.COMM_WORLD.Barrier()
+    for queue in opened:
+        if queue.channel.idle:
+            queue.engine.close_channel(queue.channel)
+        queue.engine.stop()
+        queue.channel.transport.free()
+        if queue.channel.communicator != MPI.COMM_NULL:
+            queue.channel.communicator.Free()
+
+
+def given(elements: int, dtype: torch.dtype, rank: int = RANK, step: int = 0) -> torch.Tensor:
+    """Return what a rank has."""
+    return ((torch.arange(elements) % 13 + rank + step) * UNIT).to(dtype)
+
+
+def mean(elements: int, dtype: torch.dtype, step: int = 0) -> torch.Tensor:
+    """Return the mean of what all ranks have, exactly."""
+    total = sum(given(elements, torch.float64, rank, step) for rank in range(SIZE))
+    assert isinstance(total, torch.Tensor)
+    return (total / SIZE).to(dtype)
+
+
+def fill(memory: GpuMemory, dtype: torch.dtype = torch.float32, step: int = 0) -> None:
+    """Give a bucket and its tail this rank's values."""
+    for part in (memory.buffer, memory.tail):
+        values = part.view(dtype)
+        values.copy_(given(values.numel(), dtype, step=step))
+
+
+def check(memory: GpuMemory, dtype: torch.dtype = torch.float32, step: int = 0) -> None:
+    """Wait on the default stream, and find the means."""
+    memory.wait_on(0)
+    with together():
+        for part in (memory.buffer, memory.tail):
+            values = part.view(dtype)
+            assert torch.equal(values, mean(values.numel(), dtype, step))
