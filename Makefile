@@ -78,7 +78,7 @@ test: $(INSTALLED)
 # Results of Gloo lie in build/: another run, of either MPI, need not make them again.
 .PHONY: test-torch
 test-torch: $(INSTALLED)
-	$(BIN)/python tests/parity/torch_suite.py $(ARGS)
+	PYTHONPATH=$(CURDIR)/tests/support $(BIN)/python tests/parity/torch_suite.py $(ARGS)
 
 .PHONY: test-all
 test-all: $(INSTALLED)

@@ -1,4 +1,4 @@
-"""Run a communication hook written in Python for each bucket, and check what comes of it."""
+"""Run a communication hook written in Python for each bucket, and check its result."""
 
 from __future__ import annotations
 

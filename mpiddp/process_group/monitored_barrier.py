@@ -70,7 +70,9 @@ class MonitoredBarrier:
                 break
             missing.discard(message[0])
         problem = ""
-        if missing:
+        if missing and timeout <= timedelta(0):
+            problem = "[Rank 0]: Rank 0 timed out in monitoredBarrier after 0 ms"
+        elif missing:
             named = f"Rank {min(missing)}"
             if wait_all_ranks:
                 named = f"Ranks {', '.join(map(str, sorted(missing)))}"
@@ -86,16 +88,18 @@ class MonitoredBarrier:
         self._send(number, "", 0)
         message = self._receive(number, deadline)
         rank = self._group.rank()
+        # As torch has it.
+        here = (
+            f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting "
+            f"for send/recv from rank 0"
+        )
         if message is None:
             raise RuntimeError(
-                f"Rank {rank} reached monitoredBarrier, but rank 0 did not answer in "
-                f"{round(timeout.total_seconds() * 1000)} ms. {self._group.explain_missing()}"
+                f"{here}: no answer in {round(timeout.total_seconds() * 1000)} ms. "
+                f"{self._group.explain_missing()}"
             )
         if message[1]:
-            raise RuntimeError(
-                f"Rank {rank} successfully reached monitoredBarrier, but not all did in time: "
-                f"{message[1]}"
-            )
+            raise RuntimeError(f"{here}: {message[1]}")
 
     def _send(self, number: int, text: str, rank: int) -> None:
         from mpi4py import MPI

@@ -99,7 +99,7 @@ def _agreed(
         # In shared memory all ranks of a node say which of them has failed.
         each = "" if group.channel_pool.shares_memory(reducer.channels[device]) else "rank {}: "
         text = next(each.format(rank) + text for rank, text in enumerate(texts) if text)
-        # Later ones may be laid out anew only in the queue that has the first.
+        # Later ones may be laid out anew only in the channel that has the first.
         if not reducer.buckets and group.channel_pool.replace_shared(reducer.channels, device):
             if group.rank() == 0:
                 warnings.warn(

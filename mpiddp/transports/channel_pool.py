@@ -99,13 +99,13 @@ class ChannelPool:
         return lent
 
     def replace_shared(self, lent: dict[torch.device, Channel], device: torch.device) -> bool:
-        """Put a queue over MPI in the place of one over shared memory; return whether it was one.
+        """Replace a channel over shared memory by one over MPI; return whether it was one.
 
         Collective. Only where the user did not ask for shared memory.
 
         Args:
             lent: channels of `acquire`.
-            device: whose queue in `lent` to replace.
+            device: whose channel in `lent` to replace.
         """
         channel = lent[device]
         transport, kind = self._kinds[self._channels.index(channel)]

@@ -223,7 +223,7 @@ def sends_messages(channel: Channel) -> bool:
 
 
 def shares_memory(channel: Channel) -> bool:
-    """Whether buckets of this queue lie in memory that the ranks share. Not collective."""
+    """Whether buckets of this channel lie in memory that the ranks share. Not collective."""
     transport = channel.transport
     if isinstance(transport, StagingTransport):
         transport = transport.inner.transport
