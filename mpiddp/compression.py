@@ -3,17 +3,17 @@
     model = DistributedDataParallel(model)
     model.register_comm_hook(None, mpiddp.compression.bf16)
 
-On mpiddp's class no Python runs for a bucket: gradients are converted where they are copied into
-its buckets and back. So are the hooks of the same effect in
+With mpiddp's class no Python runs for a bucket: gradients are converted while they are copied into
+its buckets and back. The same holds for the equivalent hooks in
 `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`.
 
-- Each rank's gradient is rounded to 16 bits, the ranks' are added and divided in float32, the mean
-  is rounded once to 16 bits and widened into ``.grad``. All ranks get the same bits.
+- Each rank's gradient is rounded to 16 bits. They are added and divided in float32; the mean is
+  rounded once to 16 bits and widened into ``.grad``. All ranks get the same bits.
 - A sum cannot overflow, as it can in torch's hooks; but a gradient that is itself beyond the 16-bit
   range becomes infinite: from 65,520 on with float16, from about 3.4e38 on with bfloat16.
 - float16, bfloat16, complex and sparse gradients travel as they do without a hook.
-- Buckets take 2 bytes an element. With ``gradient_as_bucket_view`` that is on top of the
-  gradients, which keep their own dtype; without it, instead of as much as the gradients take.
+- Buckets take 2 bytes an element, instead of as much as the gradients. With
+  ``gradient_as_bucket_view`` that is on top of the gradients, which keep their own dtype.
 """
 
 # Annotations must be objects, not strings: torch's class compares those of a hook with its types.
@@ -29,7 +29,7 @@ __all__ = ["bf16", "fp16"]
 def fp16(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average gradients as float16.
 
-    Not meant to be called: give it to ``register_comm_hook``. Collective where it is called all the
+    Not meant to be called: give it to ``register_comm_hook``. Collective if it is called all the
     same, as by torch's own class: then it is torch's `fp16_compress_hook`, which divides before it
     adds, and adds as the process group does.
 
@@ -48,7 +48,7 @@ def fp16(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
 def bf16(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average gradients as bfloat16: the range of float32, 8 bits of precision.
 
-    Not meant to be called: give it to ``register_comm_hook``. Collective where it is called all the
+    Not meant to be called: give it to ``register_comm_hook``. Collective if it is called all the
     same, as by torch's own class: then it is torch's `bf16_compress_hook`.
 
     Args:

@@ -1,10 +1,10 @@
-"""Say what mpiddp finds on this machine, and how gradients would travel here, and why.
+"""Report what mpiddp finds on this machine, how gradients would travel here, and why.
 
     python -m mpiddp.doctor
     mpirun -n 2 python -m mpiddp.doctor
 
-Under mpirun, rank 0 prints for all. Where GPU memory may be given to MPI, it tries that, which
-takes up to some minutes.
+Under mpirun, rank 0 prints for all. If this MPI may take GPU memory, it tries that, which may take
+some minutes.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def _describe_gpu(device: torch.device) -> str:
     return f"{count} x {torch.cuda.get_device_name(device)}"
 
 
-# The parts of the report, in order: each says something on every rank, and rank 0 prints it. A new
-# diagnosis has its line here.
+# The parts of the report, in order: each runs on every rank, and rank 0 prints its lines. A new
+# diagnosis gets its line here.
 REPORTS: list[Callable[[MPI.Comm], list[str]]] = [
     _software,
     _ranks,

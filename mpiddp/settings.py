@@ -1,4 +1,4 @@
-"""Every environment variable of mpiddp: what it is called, what it may be, and reading it.
+"""Every environment variable of mpiddp: its name, its values, and how to read it.
 
 A leaf: it imports nothing of mpiddp. No other file reads a variable whose name begins with
 MPIDDP_.
@@ -31,9 +31,9 @@ class Setting(Generic[Value]):
     Attributes:
         name: of the variable.
         type: what it may be, in words such as "0 or 1".
-        default: what holds where it is unset.
+        default: what holds if it is unset.
         meaning: what it is for, in a sentence or two.
-        same_on_all_ranks: whether it must be. Then the ranks compare it when they meet.
+        same_on_all_ranks: whether it must be. Then init_process_group compares it.
         parse: returns what a text stands for; raises ValueError for one that is not allowed.
         unset: what `read` returns where the variable is unset.
     """
@@ -61,7 +61,7 @@ class Setting(Generic[Value]):
             raise ValueError(f"{self.name} must be {self.type}, not {text!r}") from None
 
     def describe(self) -> str:
-        """Return what to say that the environment says. Not collective."""
+        """Return the value in words, for comparing and for errors. Not collective."""
         default = "unset" if self.unset is None else self.default
         text = self.text()
         return default if text is None else text
@@ -130,7 +130,7 @@ KERNELS: Setting[str | None] = Setting(
     "the best that the processor can run",
     "Which SIMD instructions add gradients in shared memory. All give the same bits.",
     False,
-    # Which of them there are depends on the processor, which mpiddp.system.kernels asks.
+    # The choice depends on the processor, so mpiddp.system.kernels checks it.
     lambda text: text or None,
     None,
 )

@@ -1,6 +1,6 @@
 """Cut jobs into chunks, for a transport that sends them: a window of chunks is in flight at once.
 
-Chunks start strictly in order of jobs and place, so that all ranks match them alike.
+Chunks start strictly in order of job and offset, so that they match on all ranks.
 """
 
 from mpi4py.libmpi cimport MPI_SUCCESS

@@ -20,7 +20,7 @@ cdef class Channel:
     cdef readonly Engine engine
     cdef readonly object transport
     cdef readonly object communicator
-    cdef readonly object device     # a torch.device where buckets are, None for the CPU
+    cdef readonly object device     # the torch.device of the buckets, None for the CPU
     cdef readonly bint closed
     cdef ChannelState state
 

@@ -32,8 +32,8 @@ cdef class Engine:
     Not collective.
 
     Args:
-        threaded: whether a thread of its own makes progress; without it progress
-            is made by `Channel.poke` and while waiting.
+        threaded: whether a thread of its own makes progress; without one, progress
+            is made by `Channel.poke` and by waiting threads.
 
     Raises:
         OSError: the thread cannot be created.
@@ -102,7 +102,7 @@ cdef class Engine:
         return channel
 
     def close_channel(self, Channel channel not None):
-        """Remove an idle channel, so that its communicator may be freed, and the one below it.
+        """Remove an idle channel and its inner one, so that their communicators may be freed.
 
         Not collective.
 
@@ -130,7 +130,7 @@ cdef class Engine:
             self.close_channel(inner)
 
     def stop(self):
-        """Stop the thread and forget the channels; what is in flight is abandoned.
+        """Stop the thread and forget the channels; jobs in flight are abandoned.
 
         Not collective. Harmless when called twice, and in a forked child, where
         the thread does not exist.
@@ -161,7 +161,7 @@ cdef class Engine:
 
     @property
     def counters(self):
-        """What the engine has done with gradients since it was made, by name.
+        """Counters of the gradient traffic since the engine was made, by name.
 
         ``submitted``: all-reduces; ``chunks``: chunks that finished, of which ``thread_chunks`` on
         the engine thread; ``naps``: times that thread slept.
@@ -174,7 +174,7 @@ cdef class Engine:
         }
 
     def progress(self):
-        """Take one step, if nobody else is at it. Not collective."""
+        """Take one step, unless another thread is taking one. Not collective."""
         self.step()
 
     cdef int step(self) noexcept nogil:
@@ -213,16 +213,16 @@ cdef class Channel:
     cdef WaitStatus wait(self, Job *job, double timeout) except *:
         """Drive the engine until `job` is done.
 
-        `timeout` counts, in seconds, from the last chunk that finished here: for all-reduces of one
-        module, which follow one another.
+        `timeout`, in seconds, counts from the last chunk that finished here, because the
+        all-reduces of one module follow one another.
         """
         return self.wait_until(job, now(), timeout)
 
     cdef WaitStatus wait_until(self, Job *job, double deadline, double patience) except *:
         """Drive the engine until `job` is done or it is later than `deadline`.
 
-        With `patience`, it must also be so many seconds since the last chunk that finished here,
-        and since `deadline`. Without, what others have submitted here does not count.
+        With `patience`, give up only that many seconds after the last chunk that finished here, or
+        after `deadline` if that is later. Without it, other jobs do not extend the wait.
         """
         cdef EngineState *state = self.engine.state
         cdef ChannelState *channel = &self.state
@@ -260,21 +260,21 @@ cdef class Channel:
         return WAIT_DONE
 
     cdef void poke(self) noexcept nogil:
-        """Take one step of progress where no thread does it."""
+        """Take one step of progress if no engine thread does."""
         if self.state.pending and not (
             self.engine.state.running and self.state.transport.wants_thread
         ):
             self.engine.step()
 
     def allocate(self, sizes, tails=None):
-        """Return a `BucketMemory` for each of `sizes` in bytes, a `GpuMemory` on a device.
+        """Return a `BucketMemory` for each of `sizes` in bytes; on a GPU, a `GpuMemory`.
 
         Collective.
 
         Args:
-            sizes: of the buckets, gradients and tails.
-            tails: how much of each, at its end, has its place in host memory. On the CPU all
-                has, and this is ignored.
+            sizes: of the buckets, with their tails.
+            tails: how many bytes at the end of each stay in host memory. Ignored on the CPU,
+                where all of them do.
 
         Raises:
             OSError: some rank has too little memory; raised on all ranks.
@@ -287,7 +287,7 @@ cdef class Channel:
 
     def _raise_failure(self):
         cdef MPI_Comm comm = MPI_COMM_NULL
-        # Codes of another library than MPI.
+        # The code may be that of another library than MPI.
         raise_failure = getattr(self.transport, "raise_failure", None)
         if raise_failure is not None:
             raise_failure(self.state.failure, self.state.failed_call)

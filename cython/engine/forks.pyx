@@ -2,23 +2,23 @@
 
 Note [Forked children]
 ~~~~~~~~~~~~~~~~~~~~~~
-A child of fork() has a copy of all that its parent knew of MPI: connections, shared memory,
-requests. MPI allows it no call. A call would take part in the parent's name, or wait for threads
-and locks that only the parent has. So in a child
-* whatever leads to MPI raises an error that says so (`check`), before it takes a lock, which a
-  thread of the parent may have held at the moment of the fork;
-* the engine makes no step;
+A child of fork() has a copy of its parent's MPI state: connections, shared memory, requests. It
+must not call MPI: a call would act in the parent's name, or wait for threads and locks that only
+the parent has. So in a child
+* whatever leads to MPI raises an error that says so (`check`), before it takes a lock: a thread of
+  the parent may have held it at the moment of the fork;
+* the engine takes no step;
 * gradients in shared memory are the child's own, see Note [Memory in forked children];
-* the interpreter ends without MPI_Finalize. mpi4py calls it from Py_AtExit, in children too, where
-  it waits for ever, and the parent's job with it. Functions of Py_AtExit are called in reverse
-  order, so one of ours comes before, and ends the process there, when all of Python is done.
+* the interpreter ends without MPI_Finalize. mpi4py calls it from Py_AtExit, where a child would
+  wait for ever, and the parent's job with it. Py_AtExit functions run in reverse order, so ours
+  runs before mpi4py's and ends the process, when all of Python is done.
 
 Note [Exit status of a child]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A function of Py_AtExit is not told the exit status. It is 1 after an uncaught exception, which
-`sys.last_value` tells, and after SystemExit what that says: the interpreter reads its attribute
-`code` when no frame is left, which nobody else does. In children, and there only, this is looked at
-on its way. Children of multiprocessing end by os._exit and come to none of this.
+A Py_AtExit function is not told the exit status. After an uncaught exception, which
+`sys.last_value` shows, it is 1. After SystemExit it is the attribute `code`, which the interpreter
+reads when no frame is left; nobody else reads it then. In children, and only there, we watch for
+that. Children of multiprocessing end by os._exit and never get here.
 """
 
 import atexit
@@ -69,7 +69,7 @@ cdef extern from *:
             definition->ml_meth = (PyCFunction)(void (*)(void))mpiddp_exit;
     }
 
-    /* As the interpreter ends after an uncaught KeyboardInterrupt. */
+    /* End as the interpreter does after an uncaught KeyboardInterrupt. */
     static inline void mpiddp_interrupt(void) { signal(SIGINT, SIG_DFL); raise(SIGINT); }
     static inline void mpiddp_end(int status) { fflush(NULL); _exit(status); }
     """
@@ -86,7 +86,7 @@ cdef int status = 0
 cdef bint interrupted = False
 cdef int origin_rank = 0
 cdef int origin_size = 0
-# What everybody holds who has imported it from there.
+# The function object itself, which other modules may have imported.
 _exit = sys.exit
 cdef GetAttribute plain_getattr = get_attribute(SystemExit)
 
@@ -110,7 +110,7 @@ cdef void end_child() noexcept nogil:
 
 
 cdef object getattr_noting_code(object error, object name):
-    """Read an attribute of a SystemExit; see whether it is the interpreter that reads."""
+    """Read an attribute of a SystemExit; note its code if the interpreter reads it."""
     global status, interrupted
     value = plain_getattr(error, name)
     if PyEval_GetFrame() == NULL and name == "code":
@@ -120,7 +120,7 @@ cdef object getattr_noting_code(object error, object name):
 
 
 def _watch_exit():
-    """Find out the exit status of a forked process that ends as interpreters do."""
+    """Note the exit status with which the interpreter of a forked process ends."""
     before = getattr(sys, "last_value", None)
 
     def note_failure():
@@ -141,7 +141,7 @@ def _watch_exit():
 
 
 def claim(int rank, int size):
-    """Call this process's use of MPI its own: processes that it forks shall not have it.
+    """Claim MPI for this process: processes that it forks must not use it.
 
     Not collective. May be called again.
 
@@ -158,7 +158,7 @@ def claim(int rank, int size):
     if claimed:
         return
     check_errno(pthread_atfork(NULL, NULL, note_fork), "pthread_atfork")
-    # Without a free place mpi4py had none either, and has said so.
+    # If no place is free, mpi4py found none either, and has said so.
     Py_AtExit(end_child)
     os.register_at_fork(after_in_child=_watch_exit)
     claimed = True
@@ -173,7 +173,7 @@ def check(str what not None):
     """Raise if this process was forked from a rank. Not collective.
 
     Args:
-        what: was called, for the error.
+        what: the operation that was called, for the error.
 
     Raises:
         RuntimeError: it was.

@@ -14,14 +14,14 @@ cdef struct Job:
     size_t started          # elements handed to the transport so far
     size_t finished         # elements that hold the mean
     void *context           # what the transport keeps with the bucket's memory
-    void *stream            # of the device, on which `data` is filled; NULL is the default one
-    int done                # read and written with load/store below
+    void *stream            # the device's stream that fills `data`; NULL is the default one
+    int done                # read and written with load/store of posix.pxd
     Job *next
 
 
 cdef enum Advance:
-    # What `advance` says of a job.
-    ADVANCE_BLOCKED         # other ranks are not there yet, nor for any later job
+    # What `advance` says about a job.
+    ADVANCE_BLOCKED         # other ranks have not reached this job, nor any later one
     ADVANCE_PENDING         # waiting for others
     ADVANCE_SOME            # something was done, more is left
     ADVANCE_DONE            # the bucket holds the mean
@@ -29,7 +29,7 @@ cdef enum Advance:
 
 
 cdef struct Transport:
-    # What the engine knows of a way to reduce. Each transport's own struct has this one as
+    # What the engine knows of a transport. Each transport's own struct has this one as
     # its first member. A transport either sends chunks (`start`, `test`: they return an MPI
     # error code and leave the call's name in `call`), and the engine cuts the job and keeps
     # the window; or it moves whole jobs by itself (`announce`, `poll`, `advance`).
@@ -53,10 +53,10 @@ cdef struct Transport:
     # something has since the ticket was taken, or the time is over. NULL: by the clock only.
     unsigned int (*take_ticket)(Transport *transport) noexcept nogil
     void (*sleep)(Transport *transport, unsigned int ticket, double seconds) noexcept nogil
-    # Whether the engine thread need not be woken at once: most jobs are waited for by then.
+    # Whether the engine thread may finish its nap first: by then a thread waits for most jobs.
     int quiet
     int wants_thread        # whether the engine thread serves it, if there is one
-    int crowded             # whether waiting ranks have fewer cores than they are
+    int crowded             # whether there are fewer cores than waiting ranks
 
 
 cdef enum:
@@ -65,7 +65,7 @@ cdef enum:
 
 cdef struct ChannelState:
     # One ordered channel of jobs, with its own communicator below the transport:
-    # chunks start strictly in order, so all ranks match them alike.
+    # chunks start strictly in order, so that they match on all ranks.
     Transport *transport    # NULL in a world of one: a job is done when submitted
     Job *head              # oldest job that has chunks to start
     Job *tail
@@ -87,8 +87,8 @@ cdef struct EngineState:
     int running
     int stop
     int waiters
-    int asleep                      # until woken, not for a nap
-    double alert_until              # after a quiet submission: naps instead of sleeping
+    int asleep                      # it sleeps until woken; a nap does not count
+    double alert_until              # until then, after a quiet job, it naps instead of sleeping
     size_t pending                  # jobs submitted and not done, all channels
     ChannelState *channels
     size_t submitted                # the rest: counters, for tests and debugging

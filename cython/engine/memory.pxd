@@ -5,14 +5,13 @@ cdef class BucketMemory:
 
 
 cdef class GpuMemory(BucketMemory):
-    # Of a bucket on a device. `buffer` is there and holds the gradients only; what comes behind
-    # them, the tail, is in host memory, where a rank writes it before it submits the job, and
-    # reads it when the job is done.
+    # Of a bucket on a GPU. `buffer` is there and holds the gradients only. The tail behind them is
+    # in host memory: a rank writes it before it submits the job, and reads it when the job is done.
     cdef char *host_tail
     cdef readonly object tail           # 1-D uint8 tensor on the CPU: what `host_tail` points to
-    # Whether the gradients must be divided before the a job is submitted; the tail never is.
+    # Whether the gradients must be divided before a job is submitted; the tail never is.
     cdef readonly bint divides_before
 
-    # Let what comes later on the stream wait for the means. After the job is done, from any
+    # Make later work on the stream wait for the means. Called when the job is done, from any
     # thread; the host does not wait.
     cpdef int wait_on(self, size_t stream) except -1

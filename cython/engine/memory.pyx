@@ -27,9 +27,9 @@ cdef class BucketMemory:
 
 
 cdef class GpuMemory(BucketMemory):
-    """The memory of one bucket on a device, and its tail on the host.
+    """The memory of one bucket on a GPU, and its tail on the host.
 
-    Not collective. This class itself is for means that are there when the job is done, as in a
+    Not collective. This base class is for means that are in place when the job is done, as in a
     world of one.
 
     Args:
@@ -47,12 +47,12 @@ cdef class GpuMemory(BucketMemory):
         self.divides_before = divides_before
 
     cpdef int wait_on(self, size_t stream) except -1:
-        """Let what comes later on the stream wait for the means. Not collective."""
+        """Make later work on the stream wait for the means. Not collective."""
         return 0
 
 
 def allocate_private(sizes):
-    """Return a `BucketMemory` for each size in bytes that no other process sees.
+    """Return a `BucketMemory` for each size in bytes, which no other process sees.
 
     Not collective.
     """
@@ -62,8 +62,8 @@ def allocate_private(sizes):
 def allocate_pages(sizes):
     """Return a `BucketMemory` for each size in bytes, in pages that hold nothing else.
 
-    Not collective. For memory that is pinned, which is done page by page. Forked children see
-    the same pages: copies of the device would miss those that a write after the fork replaced.
+    Not collective. For memory that is pinned, which is done page by page. Forked children share
+    the pages: with copy-on-write, a write after the fork could replace a page that the GPU uses.
 
     Raises:
         OSError: no memory.

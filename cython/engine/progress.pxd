@@ -1,6 +1,6 @@
 from mpiddp.engine.interface cimport ChannelState, EngineState, Job
 
-# How long a waiter in MPI goes without looking for signals, in seconds.
+# How often a waiting thread checks for signals, in seconds.
 cdef double SIGNAL_CHECK
 
 cdef int job_is_done(Job *job) noexcept nogil

@@ -2,17 +2,17 @@
 
 Note [Who makes progress]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-MPI moves a nonblocking collective only while somebody is inside MPI. Exactly one
-thread at a time is that somebody, the holder of `progress_lock`:
+MPI moves a nonblocking collective only while a thread is inside MPI. That is one
+thread at a time, the holder of `progress_lock`:
 
 * the engine thread, while backward runs. Between steps it naps, because a thread
   that spins takes a core from the backward that it is meant to overlap with. The
-  nap doubles while nothing finishes, until all waking in vain takes a hundredth of a
-  core at most, and is cut short when a job is submitted.
+  nap doubles while nothing finishes, until waking in vain takes a hundredth of a
+  core at most. It is cut short when a job is submitted.
 * the thread that waits at the end of backward. It announces itself (`waiters`),
   the engine thread goes to sleep, and the waiter tests without naps at first: it
   spins briefly, then yields, then sleeps, so that ranks that outnumber the cores
-  do not burn each other's time.
+  do not take time from each other.
 * without an engine thread, each hook takes one step (`poke`).
 """
 
@@ -42,8 +42,8 @@ cdef double ALERT = 10e-3
 
 
 cdef enum:
-    # The shortest that Linux grants: a backward on the same core is interrupted at once, instead
-    # of 3 ms later, when a message has come.
+    # The shortest that Linux grants: when a message has come, a backward on the same core is
+    # interrupted at once instead of 3 ms later.
     SLICE_NANOSECONDS = 100000
 
 
@@ -188,7 +188,7 @@ cdef void *engine_thread(void *argument) noexcept nogil:
 cdef void relax(
     EngineState *state, Transport *transport, unsigned int ticket, double idle
 ) noexcept nogil:
-    """Give the core away; where other ranks wake this one, as soon as spinning does not pay."""
+    """Give up the core; sleep as soon as spinning does not pay, if other ranks wake this one."""
     if transport.sleep != NULL and not state.pending:
         # No messages to move: another rank's bell is all that this one waits for.
         if transport.crowded or idle > SPIN_BEFORE_SLEEP:
@@ -211,7 +211,7 @@ cdef int drive(
     while not load(&job.done) and not channel.failure:
         if transport.take_ticket != NULL:
             ticket = transport.take_ticket(transport)
-        # If another thread is at it, nothing was looked at: do not sleep.
+        # If another thread holds the lock, nothing was tested here: do not sleep.
         advanced = 1
         if pthread_mutex_trylock(&state.progress_lock) == 0:
             advanced = step_channels(state, True)

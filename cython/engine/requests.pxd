@@ -36,6 +36,6 @@ cdef class Pending:
     cdef object memory
     cdef object communicator
     cdef readonly str call
-    cdef bint ended         # where the calling thread has driven it to its end
+    cdef bint ended         # the calling thread has driven it to its end
 
     cdef int check_result(self) except -1

@@ -1,7 +1,7 @@
 """MPI requests of single operations: waited for by a thread, or moved along by the engine.
 
 A collective that the caller waits for at once is tested by the caller and by nobody else.
-One that shall make progress meanwhile is submitted to the engine, whose thread tests it
+One that is to progress in the background is submitted to the engine, whose thread tests it
 together with the buckets of gradients.
 """
 
@@ -35,13 +35,13 @@ from mpiddp.engine.forks import check as check_process
 
 cdef double SIGNAL_CHECK = 0.1
 
-# A collective may need hundreds of MPI_Test, one for each segment that goes on its way (MPI_Ireduce
-# in Open MPI does), and which of them helped cannot be seen. So a caller with nothing else to do
+# A collective may need hundreds of calls of MPI_Test, one to start each segment (MPI_Ireduce in
+# Open MPI does), and a call does not tell whether it helped. So a caller with nothing else to do
 # yields for longer than the engine before it sleeps, and after each sleep tests for a while.
 cdef double YIELD = 20e-3
 cdef double AWAKE = 100e-6
 
-# Operations that nobody waits for any more: MPI may still use their memory, and the engine them.
+# Operations that nobody waits for any more: MPI or the engine may still use their memory.
 _abandoned = []
 
 
@@ -73,7 +73,7 @@ cdef int drive(RequestState *state, Engine engine, double idle_since, double unt
         if finished or state.code != MPI_SUCCESS:
             return 1
         time = now()
-        # Other ranks may wait for a bucket of this one before they come here.
+        # Other ranks may need a bucket of this rank before they reach this operation.
         if engine.step():
             idle_since = time
         if time > until:
@@ -88,13 +88,13 @@ cdef int drive(RequestState *state, Engine engine, double idle_since, double unt
 
 
 cdef class Requests:
-    """The requests of a process's collectives that are on their way.
+    """The requests of a process's collectives in flight.
 
     Not collective.
 
     Args:
-        engine: moves what is submitted.
-        crowded: whether waiting ranks have fewer cores than they are: then nobody spins.
+        engine: makes progress with what is submitted.
+        crowded: whether there are fewer cores than waiting ranks; then nobody spins.
     """
 
     def __cinit__(self, Engine engine not None, *, bint crowded):
@@ -136,7 +136,7 @@ cdef class Requests:
         self.channel.submit(&pending.state.job)
 
     def watch(self, unsigned int ticket, double seconds):
-        """Sleep until some submitted request has finished since `ticket` was taken, or woken.
+        """Sleep until some submitted request has finished since `ticket` was taken, or `wake`.
 
         Makes no progress by itself. Not collective.
 
@@ -156,12 +156,12 @@ cdef class Requests:
         return ticket
 
     def wake(self):
-        """Let all that `watch` return. Not collective."""
+        """Make all calls of `watch` return. Not collective."""
         finished(&self.state.transport)
 
     @property
     def ticket(self):
-        """For `watch`: says which requests had finished by now."""
+        """For `watch`: how many requests have finished by now."""
         return self.state.finished
 
     @property
@@ -178,9 +178,9 @@ cdef class Pending:
     Args:
         requests: those of the process.
         request: mpi4py's object, which nobody else tests or waits for.
-        communicator: mpi4py's, that it runs on; named in errors.
+        communicator: mpi4py's object, on which it runs; named in errors.
         call: the MPI function that began it, for errors.
-        memory: what MPI reads and writes; kept until the operation has ended, also if an exception
+        memory: what MPI reads and writes; kept until the operation has ended, even if an exception
             or Ctrl-C has left this object to the garbage collector.
     """
 
@@ -199,7 +199,7 @@ cdef class Pending:
 
     @property
     def done(self):
-        """Whether it was found to have ended, well or not; nothing is tested."""
+        """Whether it is known to have ended, well or not; nothing is tested."""
         return bool(self.ended or (self.channel is not None and load(&self.state.job.done)))
 
     def test(self):
@@ -227,7 +227,7 @@ cdef class Pending:
 
         Raises:
             MPIError: it ended with an error.
-            KeyboardInterrupt: and whatever else a signal's handler raises.
+            KeyboardInterrupt: or whatever else a signal handler raises.
         """
         cdef double began = now()
         cdef double idle_since = began - SPIN if self.requests.crowded else began
@@ -264,7 +264,7 @@ cdef class Pending:
 
     @property
     def source(self):
-        """The rank that sent what was received here, in the communicator."""
+        """The rank, in the communicator, that sent what was received here."""
         return self.state.status.MPI_SOURCE
 
     @property

@@ -1,4 +1,4 @@
-"""The all-reduce of one bucket's memory, from Python: for trials and measurements of transports."""
+"""The all-reduce of one bucket's memory, from Python: for tests and measurements of transports."""
 
 import torch
 
@@ -17,12 +17,12 @@ _ELEMENTS = {
     torch.bfloat16: ELEMENT_BFLOAT16,
 }
 
-# Those that went away while the engine could still move them.
+# Kept: objects dropped while the engine could still move them.
 _abandoned = []
 
 
 cdef class SingleAllReduce:
-    """Replace what ranks have in a bucket by its mean, as often as it is submitted.
+    """Replace a bucket's elements by their means over the ranks, each time it is submitted.
 
     Not collective.
 
@@ -54,13 +54,13 @@ cdef class SingleAllReduce:
     def submit(self, size_t stream=0):
         """Queue it. Collective: in the same order on all ranks.
 
-        The memory must stay as it is until it is done, and so must this object.
+        Until it is done, the memory must not be touched, and this object must be kept.
 
         Args:
             stream: handle of the device's stream that fills the memory.
 
         Raises:
-            RuntimeError: the channel has failed or is closed, or the last one is not done.
+            RuntimeError: the channel has failed or is closed, or the last submission is not done.
         """
         if not job_is_done(&self.job):
             raise RuntimeError("this all-reduce is still under way")
@@ -68,7 +68,7 @@ cdef class SingleAllReduce:
         self.channel.submit(&self.job)
 
     def wait(self, double timeout):
-        """Return whether the means are there within a time. Collective.
+        """Wait; return whether the means came in time. Collective.
 
         Args:
             timeout: in seconds from the last all-reduce that was done in the channel.

@@ -59,7 +59,7 @@ cdef enum:
 
 
 cdef void release(DLManagedTensor *tensor) noexcept with gil:
-    # torch drops its last tensor on it, on any thread.
+    # Called when torch drops the last tensor on the memory, on any thread.
     Py_DECREF(<object>tensor.manager_ctx)
     PyMem_Free(tensor)
 
@@ -81,7 +81,7 @@ cdef class Allocation:
         size: in bytes.
 
     Raises:
-        GpuError: there is not enough.
+        GpuError: there is not enough memory.
     """
 
     def __init__(self, Runtime runtime not None, int device, size_t size):
@@ -109,7 +109,7 @@ cdef class Allocation:
         return <size_t>self.memory
 
     def as_tensor(self, device_type):
-        """Return a 1-D uint8 tensor on this memory, which it keeps. Not collective.
+        """Return a 1-D uint8 tensor on this memory, which it keeps alive. Not collective.
 
         Args:
             device_type: of the tensor, as in `torch.device.type`.

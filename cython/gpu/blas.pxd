@@ -27,7 +27,7 @@ cdef class Adder:
     cdef void *find(self, str name) except NULL
 
 
-# Add `count` elements to others when the stream comes to it; return an error code, 0 for success.
+# Add `count` elements to others, in order of the stream; return an error code, 0 for success.
 cdef int add(
     GpuSums *sums, ElementType element, void *to, const void *source, size_t count
 ) noexcept nogil

@@ -124,7 +124,7 @@ cdef class Adder:
         return function
 
     def add(self, int element, size_t to, size_t source, size_t count):
-        """Add elements to others when the stream comes to it. Not collective.
+        """Add elements to others, in order of the stream. Not collective.
 
         Args:
             element: an ElementType: 0 float32, 1 float64, 2 float16, 3 bfloat16.

@@ -59,8 +59,8 @@ cdef class Event:
 # Raise a `GpuError` unless `code` is 0. `call` is the function's name without the prefix.
 cdef int check_gpu(Runtime runtime, int code, const char *call, int device) except -1 nogil
 cdef object gpu_error(Runtime runtime, int code, str call, int device)
-# Whether all before the event is over, 1 or 0; another error code of the runtime, negative.
+# 1 if all work before the event is over, 0 if not, the runtime's error code negated if it fails.
 cdef int event_passed(GpuFunctions *functions, void *event) noexcept nogil
-# Make `device` the calling thread's own; store in `before` which one was. Return an error code.
+# Make `device` the thread's current one; store the last one in `before`. Return an error code.
 cdef int enter_gpu(GpuFunctions *functions, int device, int *before) noexcept nogil
 cdef void leave_gpu(GpuFunctions *functions, int device, int before) noexcept nogil

@@ -1,10 +1,10 @@
-"""The runtime of the GPUs, CUDA's or HIP's, as a table of C functions found when it is needed.
+"""The GPU runtime, CUDA's or HIP's, as a table of C functions that are looked up when needed.
 
 Nothing is linked, and no header of either is compiled: the same build works without a GPU.
 
 Note [Which runtime]
 ~~~~~~~~~~~~~~~~~~~~
-Streams and events only mean something to the very library that made them, and a process may hold
+Streams and events mean something only to the library that made them, and a process may have loaded
 several. So the functions are looked up from torch's own library for the device, whose
 dependencies lead to the runtime that it is linked to.
 
@@ -12,13 +12,13 @@ Note [Current devices]
 ~~~~~~~~~~~~~~~~~~~~~~
 A thread has one current device, and a call on a thread that has never chosen one makes a context
 on device 0: hundreds of megabytes there for each rank of the node. So threads of this package
-choose their device before anything else (`enter_gpu`) and keep it; others get back what they
-had (`leave_gpu`).
+choose their device before anything else (`enter_gpu`) and keep it; other threads get back the one
+that they had (`leave_gpu`).
 
 Note [Not ready is not an error]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 An event that has not passed makes `cudaEventQuery` return a code that the runtime also keeps as
-the thread's last error. torch looks at that one after each kernel: it is taken back at once.
+the thread's last error. torch looks at that error after each kernel, so it is cleared at once.
 """
 
 cimport cython
@@ -126,7 +126,7 @@ cdef class Runtime:
         prefix: of their names: "cuda" or "hip".
 
     Raises:
-        OSError: the library cannot be loaded, or has not all of them.
+        OSError: the library cannot be loaded, or lacks some of them.
     """
 
     def __init__(self, str library, str prefix="cuda"):
@@ -178,7 +178,7 @@ cdef class Runtime:
         return torch.cuda.current_stream(device).cuda_stream
 
     def index_of(self, device):
-        """Return the index of a `torch.device`: its own, else the current one's."""
+        """Return the index of a `torch.device`: its own, else that of the current device."""
         return self.current_device if device.index is None else device.index
 
     @property
@@ -189,7 +189,7 @@ cdef class Runtime:
         return device
 
     def copy_async(self, size_t to, size_t source, size_t size, int kind, size_t stream):
-        """Copy bytes when the stream comes to it. Not collective.
+        """Copy bytes, in order of the stream. Not collective.
 
         Args:
             to: address.
@@ -208,14 +208,14 @@ cdef class Runtime:
         check_gpu(self, code, "MemcpyAsync", self.current_device if code else -1)
 
     def stream_wait_event(self, size_t stream, Event event not None):
-        """Let what comes later on the stream wait for the event. Not collective."""
+        """Make later work on the stream wait for the event. Not collective."""
         cdef int code
         with nogil:
             code = self.functions.stream_wait_event(<void *>stream, event.handle, 0)
         check_gpu(self, code, "StreamWaitEvent", event.device)
 
     def host_register(self, size_t address, size_t size):
-        """Pin host memory, so that copies of it go on beside the caller. Not collective."""
+        """Pin host memory, so that copies of it are asynchronous. Not collective."""
         cdef int code
         with nogil:
             code = self.functions.host_register(<void *>address, size, HOST_REGISTER_PORTABLE)
@@ -231,9 +231,9 @@ cdef class Runtime:
 
 @cython.no_gc_clear
 cdef class Stream:
-    """A stream of one's own, which does not wait for the default stream.
+    """A new stream, which does not wait for the default stream.
 
-    Not collective. What is on it when the object goes away is still done.
+    Not collective. Work that is on it when the object goes away is still done.
 
     Args:
         runtime: of the device.
@@ -259,7 +259,7 @@ cdef class Stream:
             self.runtime.functions.stream_destroy(self.handle)
 
     def synchronize(self):
-        """Wait until all that is on it is over. Not collective."""
+        """Wait until all work on the stream is over. Not collective."""
         cdef int code
         with nogil:
             code = self.runtime.functions.stream_synchronize(self.handle)
@@ -301,7 +301,7 @@ cdef class Event:
             self.runtime.functions.event_destroy(self.handle)
 
     def record(self, size_t stream):
-        """Put the mark behind all that is on the stream now. Not collective."""
+        """Put the mark behind all work that is on the stream now. Not collective."""
         cdef int code
         with nogil:
             code = self.runtime.functions.event_record(self.handle, <void *>stream)
@@ -328,7 +328,7 @@ cdef class Event:
 
 
 def register(str device_type not None, Runtime runtime):
-    """Let a runtime stand for all devices of a type; return what stood there before.
+    """Use a runtime for all devices of a type; return the one that was used before.
 
     Not collective.
 

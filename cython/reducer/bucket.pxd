@@ -23,7 +23,7 @@ cdef class Bucket:
     cdef readonly Py_ssize_t index
     cdef readonly tuple parameter_indices
     cdef readonly list views
-    cdef list tensors               # that gradients are set to, by `tensor_at`
+    cdef list tensors               # what gradients are set to, made by `tensor_at`
     cdef readonly object buffer
     cdef readonly BucketMemory memory
     cdef readonly Channel channel       # the channel that it is submitted to
@@ -31,7 +31,7 @@ cdef class Bucket:
     cdef readonly object dtype          # of the gradients
     cdef readonly object gradient_buffer        # the gradients, where they are not in the buffer
     cdef readonly bint flags_only       # the engine moves no gradients
-    cdef readonly bint converts         # the views hold what travels, not the gradients' dtype
+    cdef readonly bint converts         # the views have the dtype that travels, not the gradients'
     cdef readonly bint sparse
     cdef public bint skipped            # never launched: no rank uses its parameters
     cdef Job job

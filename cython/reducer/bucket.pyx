@@ -5,15 +5,15 @@ engine reduces them. It knows neither hooks nor MPI.
 
 Note [Flags behind the gradients]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Behind its gradients a bucket carries one element a parameter, 1 where this rank
-has a gradient for it, and some for the whole bucket: INCOMPLETE, 1 where this rank
-lacks some gradient of the bucket, MISSED, 1 where autograd never came to some
-parameter (it may also come and bring no gradient), and those of Note [A number in
-flags]. They are summed with the gradients:
-afterwards every rank knows which parameters no rank used (their gradient must stay
-untouched) and whether any rank missed any, at the price of a few bytes and of no
-collective. Buckets that are complete everywhere take the fast way out.
-A mean of flags is only ever compared with zero: 1/N does not vanish in any dtype
+Behind its gradients a bucket carries one flag for each parameter, 1 where this rank
+has a gradient for it, and some for the whole bucket. INCOMPLETE is 1 where this rank
+lacks some gradient of the bucket; MISSED is 1 where autograd never reached some
+parameter (it may also reach one and bring no gradient). For the others see Note
+[A number in flags]. All are summed with the gradients: afterwards every rank knows
+which parameters no rank used (their gradient must stay untouched) and whether any
+rank missed any, for a few bytes and no further collective. Buckets that are
+complete everywhere take the fast path.
+A mean of flags is only compared with zero: 1/N does not vanish in any dtype
 for fewer than 2^24 ranks, while N-1 of N could round to one in bfloat16.
 
 Note [A number in flags]
@@ -22,18 +22,17 @@ One bucket of each backward also tells whether a number is the same on all ranks
 COUNT_BITS lowest bits has two flags, one for 0 and one for 1, and a rank sets one of the two. After
 the sum both are set where two ranks have different bits, and only there. That is exact in every
 dtype and for every order of summation, and differences cannot cancel out. Only a difference by
-a multiple of 2^COUNT_BITS looks like none. A rank that has joined sets no flag of the number, but
-JOINED.
+a multiple of 2^COUNT_BITS goes unnoticed. A rank that has joined sets JOINED instead of these.
 
 Note [Compression]
 ~~~~~~~~~~~~~~~~~~
-With compression, what the engine reduces is of a 16-bit dtype where the gradients are
+With compression, the engine reduces elements of a 16-bit dtype where the gradients are
 float32 or float64: transports sum such elements in float32 and round once. Copying a
 gradient into its view or back converts it, with the kernels where it is a plain copy,
 else with torch's `copy_` (which rounds float64 twice, by way of float32).
 Gradients that are views of the bucket cannot lie in 16 bits. They have a buffer of
 their own, `gradient_buffer`, that is converted as a whole when the bucket is launched and when
-the mean is there. The flags are where the engine reduces them in both cases.
+the mean is there. In both cases the flags are in the memory that the engine reduces.
 Other dtypes travel as they are: 16-bit ones have nothing to gain, and complex ones
 have no 16-bit dtype that is supported and wide enough.
 
@@ -41,14 +40,14 @@ Note [Gradients that are views]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 `.grad` is the user's: its data may be rebound (`p.grad.data = ...`, `module.to(...)`), and its
 storage moved elsewhere (`module.share_memory()`) or resized, while it stays the same tensor. So
-`views` never leave the reducer. What `.grad` is set to is another tensor of the same memory, with a
-storage of its own, and is looked at before it is used again (`tensor_at`): if it has left its
-place, a new one is made. A gradient is taken for a view only where it is, not for what it was.
+`views` never leave the reducer. `.grad` is set to another tensor on the same memory, with a storage
+of its own. This tensor is checked before it is used again (`tensor_at`): if it has left its place,
+a new one is made. A gradient counts as a view only while it lies in its place.
 
 Note [Hooks in Python]
 ~~~~~~~~~~~~~~~~~~~~~~
-With a communication hook in Python the hook moves the gradients, and the engine only the
-flags. The gradients lie in `gradient_buffer`, memory that torch may resize, as hooks do.
+A communication hook in Python moves the gradients itself, and the engine only the flags.
+The gradients lie in `gradient_buffer`, memory that torch may resize, as hooks do.
 """
 
 from libc.string cimport memset
@@ -105,7 +104,7 @@ cdef bint same_layout(tensor, view) except -1:
 
 
 cdef bint is_at(tensor, view) except -1:
-    """Whether what is written to `view` is what a tensor holds."""
+    """Whether a tensor and `view` are the same elements in the same memory."""
     return (
         tensor.data_ptr() == view.data_ptr() and tensor.dtype is view.dtype
         and same_layout(tensor, view) and not tensor.is_neg() and not tensor.is_conj()
@@ -116,7 +115,7 @@ cdef bint overlaps(tensor, view) except -1:
     """Whether a tensor may have memory in common with `view`, which is dense."""
     cdef size_t start = view.data_ptr(), end = start + view.nbytes, other
     if tensor.layout is not torch.strided or tensor.data_ptr() == 0:
-        return False        # 0: zeros that torch has not written out
+        return False        # 0: a tensor of zeros without memory
     storage = tensor.untyped_storage()
     other = storage.data_ptr()
     return other < end and start < other + <size_t>storage.nbytes()
@@ -171,7 +170,7 @@ cdef class Bucket:
         parameter_indices: their indices in the reducer's list.
         divisor: what the sum over ranks is divided by.
         memory: `bytes_needed` bytes of zeros; None if sparse.
-        channel: the engine's channel that gave the memory out.
+        channel: the engine's channel that allocated the memory.
         dtype: of the gradients; None is that of the parameters.
         sparse: the one parameter's gradient is sparse; nothing is allocated.
         compression: the 16-bit dtype in which float32 and float64 travel, None for none.
@@ -238,7 +237,7 @@ cdef class Bucket:
 
     @property
     def gradients(self):
-        """What the views are of: a 1-D tensor without the flags. Not collective."""
+        """The memory of the views: a 1-D tensor without the flags. Not collective."""
         if self.gradient_buffer is not None:
             return self.gradient_buffer
         return self.buffer.narrow(0, 0, sum([view.numel() for view in self.views]))
@@ -249,7 +248,7 @@ cdef class Bucket:
         if tensor is not None and is_at(tensor, view):
             return tensor
         if self.on_gpu or self.flags_only or not view.numel():
-            # Hooks in Python resize the storage, and nothing may outlive what it then frees.
+            # Hooks in Python resize the storage: nothing else may refer to memory that this frees.
             tensor = view.data
         else:
             start = view.storage_offset() * view.itemsize
@@ -270,7 +269,7 @@ cdef class Bucket:
             self.element, self.job.element, gradient, view, bytes_ // self.bytes_per_element)
 
     cdef int fill_from_gradient_buffer(self) except -1:
-        """Convert all gradients to what travels, where they are not in the bucket itself."""
+        """Convert all gradients to what travels, if they have a buffer of their own."""
         if self.gradient_buffer is not None and not self.flags_only:
             _convert(
                 self.job.element, self.element, self.job.data,
@@ -286,7 +285,7 @@ cdef class Bucket:
         return 0
 
     cdef int fill_with_zeros(self) except -1:
-        """Let this rank have no gradient, and no flag set."""
+        """Fill the bucket with zeros: no gradient, and no flag set."""
         if self.flags_only:
             self.gradient_buffer.zero_()
         memset(self.job.data, 0, self.job.count * element_bytes(self.job.element))
@@ -326,7 +325,7 @@ cdef class Bucket:
         return (<unsigned short *>flag)[0] != 0
 
     cdef void set_count(self, Py_ssize_t count) noexcept nogil:
-        """Let `count` be this rank's number, see Note [A number in flags]."""
+        """Set the flags for this rank's number, see Note [A number in flags]."""
         cdef Py_ssize_t bit, value
         for bit in range(COUNT_BITS):
             value = (count >> bit) & 1

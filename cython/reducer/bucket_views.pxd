@@ -2,7 +2,7 @@ from mpiddp.reducer.bucket cimport Bucket
 
 
 cdef enum Layout:
-    # How a gradient gets in and out of its bucket.
+    # How a gradient is copied into and out of its bucket.
     LAYOUT_CONTIGUOUS       # memcpy if the gradient is contiguous
     LAYOUT_STRIDED          # memcpy if the gradient has the parameter's strides
     LAYOUT_GENERAL          # torch's copy_
@@ -12,9 +12,9 @@ cdef struct BucketView:
     char *address           # of the view in the bucket
     size_t bytes
     Layout layout
-    bint readable           # whether a gradient that is like it is known without Python
+    bint readable           # whether a gradient of this layout can be found without Python
     bint within_reach       # whether `copy_fast` may be tried
-    int dtype               # torch's number of it, if so
+    int dtype               # torch's number for it, if so
 
 
 cdef int find_view(BucketView *place, Bucket bucket, Py_ssize_t position) except -1

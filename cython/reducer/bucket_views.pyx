@@ -1,7 +1,7 @@
-"""Where in its bucket a gradient has its place, and how it gets in and out.
+"""Where a gradient has its place in its bucket, and how it is copied in and out.
 
-Where a gradient and its place have their elements in the same order, it is a copy of
-memory, converting if the bucket does; else torch copies.
+If a gradient and its place have their elements in the same order, memory is copied, and
+converted if the bucket converts; otherwise torch copies.
 """
 
 from libc.string cimport memmove
@@ -42,8 +42,8 @@ cdef int find_view(BucketView *place, Bucket bucket, Py_ssize_t position) except
 
 
 cdef char *_address_of(BucketView *place, Bucket bucket, view, gradient) except? NULL:
-    """Return where a gradient's elements are if they lie as in its place, else NULL."""
-    cdef char *address = <char *><size_t>gradient.data_ptr()    # NULL: zeros not written out
+    """Return the address of a gradient's elements if they lie as in its place, else NULL."""
+    cdef char *address = <char *><size_t>gradient.data_ptr()    # NULL: zeros without memory
     cdef bint plain = False
     if gradient.dtype is not bucket.dtype or gradient.shape != view.shape:
         return NULL
@@ -51,14 +51,14 @@ cdef char *_address_of(BucketView *place, Bucket bucket, view, gradient) except?
         plain = gradient.is_contiguous()
     elif place.layout == LAYOUT_STRIDED:
         plain = same_layout(gradient, view)
-    # A negation that torch has put off.
+    # `is_neg`: a negation that torch has deferred.
     return address if plain and not gradient.is_neg() else NULL
 
 
 cdef bint copy_to_view(
     BucketView *place, Bucket bucket, Py_ssize_t position, object gradient
 ) except -1:
-    """Copy a gradient to its place, and return False; or True where it lies there already."""
+    """Copy a gradient to its place and return False; return True if it lies there already."""
     view = bucket.views[position]
     cdef char *address = _address_of(place, bucket, view, gradient)
     if address != NULL and bucket.converts:
@@ -80,7 +80,7 @@ cdef int write_gradient(
 ) except -1:
     """Copy what is in the place to the gradient of `parameter`, a new one if it has none.
 
-    To what is its gradient now: it may be another tensor than the one that was taken, or the
+    That is its gradient now: it may be another tensor than the one that was copied in, or the
     same one with other memory.
     """
     cdef char *address = NULL
@@ -109,7 +109,7 @@ cdef int write_gradient(
 cdef bint is_in_place(
     BucketView *place, Bucket bucket, Py_ssize_t position, object parameter
 ) except -1:
-    """Whether the gradient of `parameter` is the memory of its place."""
+    """Whether the gradient of `parameter` lies in its place."""
     view = bucket.views[position]
     if place.bytes == 0:
         return has_gradient(parameter)
@@ -125,10 +125,10 @@ cdef bint copy_fast(
 ) except -1:
     """Copy the gradient of `parameter` to its place, see Note [Gradients without Python objects].
 
-    If it `becomes_view`, ``parameter.grad`` is the memory there afterwards.
+    If it `becomes_view`, ``parameter.grad`` lies there afterwards.
 
     Returns:
-        False if nothing was done and Python must look.
+        False if nothing was done and Python must do it.
     """
     cdef bint contiguous = place.layout == LAYOUT_CONTIGUOUS
     view = bucket.views[position]

@@ -12,9 +12,9 @@ cdef class GpuBucket(Bucket):
     cdef list parameters
     cdef list gathered                  # gradients that are not in the bucket yet
     cdef list positions                 # and where they belong
-    cdef list cleared                   # positions of which this rank has no gradient
+    cdef list cleared                   # positions for which this rank has no gradient
     cdef size_t gathered_bytes
-    cdef size_t limit                   # how many of them are let grow
+    cdef size_t limit                   # copied as soon as they are this many
     cdef set streams                    # on which the bucket's gradients were made
     cdef Event mark
 

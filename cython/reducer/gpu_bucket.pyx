@@ -1,8 +1,7 @@
 """Flat buffers of gradients on a GPU, filled and emptied by torch on the streams of the caller.
 
-What `Bucket` does with memory, this one does with torch's kernels; the flags stay on the host,
-where the ranks look at them. Nothing here waits for the GPU: what has to come after something
-else does so on a stream.
+What `Bucket` does on memory, this one does with torch's kernels; the flags stay on the host,
+where the ranks read them. The host never waits for the GPU here: streams keep the order.
 
 Note [Gradients on a GPU]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -10,25 +9,25 @@ The hook of a parameter only notes the gradient. When the bucket is launched one
 copies all of them in, casting if the bucket converts, and the means come out the same way: a
 launch costs as much as the copy of a megabyte, and models have hundreds of small parameters.
 Where gradients are views of the bucket, noted ones hold memory that the copy would free.
-They are copied as soon as they take up `GATHERED_BYTES`, so that a step needs no more memory than
-with a copy in each hook, but for that much.
+They are copied as soon as they take up `GATHERED_BYTES`, so that a step needs at most that much
+more memory than with a copy in each hook.
 
 Note [Streams]
 ~~~~~~~~~~~~~~
 autograd runs a hook on the stream that has made the gradient, and the streams of one bucket may
-differ. What brings the gradients in, and launches the bucket, runs on the current stream of the
-thread that brings the last one. It waits for the other streams first, and afterwards they for it:
+differ. The copy into the bucket and the launch run on the current stream of the thread that
+brings the last gradient. That stream first waits for the others, and afterwards they wait for it:
 the memory of a gradient that became a view goes back to the stream that it was made on, and must
-not be written again before it is read.
+not be overwritten before it is read.
 At the end of backward the current stream is the one on which the user called it. That one
 waits for the means, as it does for the gradients of a single process.
 
 Note [Mixed precision on a GPU]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-torch.autocast and torch.amp.GradScaler need nothing of a wrapper. With autocast the parameters and
-their gradients stay float32. A scaler multiplies the loss by the same factor on every rank, and
-scaled gradients average like others; an infinity of one rank reaches the mean and so all ranks,
-which then leave out the same step.
+torch.autocast and torch.amp.GradScaler need nothing from a wrapper. With autocast the parameters
+and their gradients stay float32. A scaler multiplies the loss by the same factor on every rank, and
+scaled gradients average like others; an infinity on one rank reaches the mean and so all ranks,
+which then skip the same step.
 """
 
 from libc.string cimport memset
@@ -48,11 +47,11 @@ cdef enum:
 
 
 cdef copy_all(list to, list sources):
-    """Copy tensors to others, in one kernel but for those that torch's does not take."""
+    """Copy tensors to others, in one kernel except for those that it cannot copy."""
     cdef Py_ssize_t position, count = len(to)
     plain = [
         position for position in range(count)
-        # A negation or conjugation that torch has put off.
+        # A negation or conjugation that torch has deferred.
         if not (to[position].is_neg() or to[position].is_conj()
                 or sources[position].is_neg() or sources[position].is_conj())
     ]
@@ -67,7 +66,7 @@ cdef copy_all(list to, list sources):
 
 
 cdef class GpuBucket(Bucket):
-    """One flat buffer on a device for the gradients of some parameters there.
+    """One flat buffer on a GPU for the gradients of some parameters there.
 
     Not collective. The arguments and errors are those of `Bucket`.
 
@@ -97,7 +96,7 @@ cdef class GpuBucket(Bucket):
         self.flags = memory.host_tail
 
     cdef int gather(self, Py_ssize_t position, object gradient) except -1:
-        """Note a gradient that is to come into the bucket, if it does not lie there."""
+        """Note a gradient to be copied into the bucket, unless it lies there already."""
         view = self.views[position]
         self.note_stream()
         if view.numel() and is_at(gradient, view):
@@ -118,7 +117,7 @@ cdef class GpuBucket(Bucket):
         return 0
 
     cdef int forget(self) except -1:
-        """Leave no gradient noted, of a backward that ended early."""
+        """Drop what was noted in a backward that ended early."""
         if self.gathered or self.cleared:
             self.gathered, self.positions, self.cleared = [], [], []
             self.gathered_bytes = 0
@@ -129,7 +128,7 @@ cdef class GpuBucket(Bucket):
         return 0
 
     cdef int fill_from_gradient_buffer(self) except -1:
-        """Bring all gradients into what travels, and say on which stream that was."""
+        """Copy all gradients into what travels, and note on which stream that was."""
         cdef size_t stream = self.runtime.current_stream(self.device)
         self.flush(stream)
         self.streams = set()
@@ -143,7 +142,7 @@ cdef class GpuBucket(Bucket):
         return 0
 
     cdef int fill_with_zeros(self) except -1:
-        """Let this rank have no gradient, and no flag set."""
+        """Fill the bucket with zeros: no gradient, and no flag set."""
         with torch.no_grad():
             self.buffer.zero_()
             if self.flags_only:
@@ -153,7 +152,7 @@ cdef class GpuBucket(Bucket):
         return 0
 
     cdef int receive(self) except -1:
-        """Let the current stream wait for the means, which the host knows to be on their way."""
+        """Make the current stream wait for the means of a job that is done."""
         cdef size_t stream = self.runtime.current_stream(self.device)
         cdef int earlier = self.device_index
         # The default stream has the same handle on every device.
@@ -167,7 +166,7 @@ cdef class GpuBucket(Bucket):
         finally:
             leave_gpu(&self.runtime.functions, self.device_index, earlier)
         if self.flags_only:
-            # The hook in Python has its gradients from this stream.
+            # The hook in Python reads its gradients on this stream.
             self.order(<size_t>self.job.stream, stream)
         return 0
 
@@ -191,7 +190,7 @@ cdef class GpuBucket(Bucket):
         return 0
 
     cdef int flush(self, size_t stream) except -1:
-        """Copy what was gathered into the bucket, on the current stream, behind the others."""
+        """Copy what was gathered into the bucket on the current stream, after the other streams."""
         self.streams.discard(stream)
         for other in self.streams:
             self.order(other, stream)
@@ -216,7 +215,7 @@ cdef class GpuBucket(Bucket):
         return 0
 
     cdef int order(self, size_t before, size_t after) except -1:
-        """Let what comes on a stream from now on wait for what is on another one."""
+        """Make later work on the stream `after` wait for what is on `before` now."""
         cdef int device = self.device_index
         cdef int earlier = device
         cdef int code

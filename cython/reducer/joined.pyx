@@ -1,13 +1,13 @@
-"""The part of a rank without inputs in the backward of the others: zeros, bucket by bucket.
+"""Take part without inputs in the backward of the other ranks: with zeros, bucket by bucket.
 
 A rank that has joined (`torch.distributed.algorithms.join`) must reduce what the others
 reduce, in the same order, or they would wait for it. It has no gradient for any parameter
 and has missed none: see Note [Flags behind the gradients]. Its own gradients stay as they
-are, also where they are views of the buckets.
+are, even where they are views of the buckets.
 
-`begin` does not wait: the others may call the forward of another module, and meet this rank
-there, before they come to this backward. Until `finish`, the engine goes on while this rank
-waits in the process group.
+`begin` does not wait: before this backward the others may call the forward of another module,
+which needs this rank too. Until `finish`, the engine makes progress while this rank waits in
+the process group.
 """
 
 from mpiddp.reducer.bucket cimport INCOMPLETE, JOINED, MISSED, Bucket, overlaps
@@ -58,9 +58,9 @@ cdef _submit_zeros(ReducerState reducer, Bucket bucket):
 
 
 cdef _move_gradients_out(ReducerState reducer, Bucket bucket):
-    """Give gradients memory of their own, where that of the bucket is overwritten now.
+    """Give gradients memory of their own where that of the bucket is about to be overwritten.
 
-    At once, for an optimizer in the same Join steps before this backward is over. The next
+    At once, because an optimizer in the same Join steps before this backward is over. The next
     backward of this rank makes them views again.
     """
     memory = bucket.gradients
@@ -111,7 +111,7 @@ def finish(ReducerState reducer not None):
                 reducer.python_hook.finish(reducer, bucket)
                 reducer._find_views(bucket)
     reducer.shadowing = False
-    # What this rank used stays to be told: its own gradients were not reduced.
+    # Ranks have yet to learn what this one used: its own gradients were not reduced.
     used = [reducer.states[index].used for index in range(len(reducer.parameters))]
     reducer._after_reduction()
     for index in range(len(used)):

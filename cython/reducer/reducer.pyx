@@ -1,10 +1,10 @@
 """Hooks, buckets, readiness and launch order: the per-iteration side of DDP.
 
 The reducer sees each gradient as autograd makes it, copies it into its bucket,
-hands full buckets to the engine strictly by index, and at the end of backward
-waits and writes the means. It knows no MPI: small collectives that are not
-gradients go through the process group. In torch's wrapper it stands for torch's
-C++ Reducer, with torch_reducer.py on top.
+hands full buckets to the engine strictly in order of index, and at the end of
+backward waits and writes the means. It does not know MPI: small collectives that
+are not gradients go through the process group. In torch's wrapper it replaces
+torch's C++ Reducer, with torch_reducer.py on top.
 
 Note [End of backward]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -14,20 +14,20 @@ gradient of that task is there. Parameters whose hook has not run by then are th
 unused ones: no search of the graph is needed.
 In a backward nested in another one (reentrant checkpointing) the callback belongs
 to the inner task and comes too early unless all parameters are ready; it then
-leaves it to the callback that the next hook queues.
+leaves the work to the callback that the next hook queues.
 
 Note [Hooks of the user]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-Other hooks of a parameter may change its gradient, and what they leave is averaged. So ours is
-kept the last one in the parameter's dictionary, which autograd reads as it is when the gradient is
-there. Hooks may be added at any time: whether ours is the last is seen again before each
-backward and, for what is added after that, in the hook itself. Where it is not, it moves to
-the end, and this once the gradient is taken at the end of backward.
+Other hooks of a parameter may change its gradient, and their result is averaged. So ours is kept
+the last one in the parameter's dictionary, which autograd reads when the gradient is there. Hooks
+may be added at any time, so this is checked before each backward and, for hooks that are added
+after that, in ours. Where ours is not the last, it moves to the end, and in this one backward the
+gradient is taken at the end.
 
 Note [Skipped buckets]
 ~~~~~~~~~~~~~~~~~~~~~~
-With `skip_unused`, buckets that no rank used in the first reduction are never launched again: the
-same flags tell all ranks. Using one later is an error, where torch's class would hang.
+With `skip_unused`, buckets that no rank used in the first reduction are never launched again: all
+ranks know them from the flags. Using one later is an error, where torch's class would hang.
 """
 
 from cpython.dict cimport PyDict_Next, PyDict_Size
@@ -81,7 +81,7 @@ cdef class ParameterHook:
                 raise
 
     cdef bint is_last(self) except -1:
-        """Whether no hook of somebody else comes after this one, in the order of autograd."""
+        """Whether no hook but ours comes after this one, in autograd's order."""
         cdef Py_ssize_t position = 0
         cdef PyObject *key = NULL
         cdef PyObject *hook = NULL
@@ -94,7 +94,7 @@ cdef class ParameterHook:
         return last
 
     cdef int move_to_end(self) except -1:
-        """Run after all hooks that there are now, from the next time on."""
+        """Run after all present hooks, from the next time on."""
         # Not move_to_end() of OrderedDict: autograd does not see the order that it keeps.
         if self.hooks.pop(self.key, None) is self:
             self.hooks[self.key] = self
@@ -135,7 +135,7 @@ cdef class Reducer(ReducerState):
             if isinstance(others, ParameterHook) and (<ParameterHook>others).reducer != NULL:
                 other = <Reducer>(<ParameterHook>others).reducer
                 if other.expecting and other.ready:
-                    other._remove_autograd_hooks()      # its backward failed, it is done for
+                    other._remove_autograd_hooks()      # its backward failed: it is of no use
                 elif weakref.ref(other) not in self.sharing:
                     self.sharing.append(weakref.ref(other))
                     other.sharing.append(weakref.ref(self))
@@ -204,7 +204,7 @@ cdef class Reducer(ReducerState):
         return 0
 
     cdef int take_late(self) except -1:
-        """Take the gradients that hooks behind ours could change until now."""
+        """Take the gradients that hooks after ours may have changed."""
         late, self.late = self.late, []
         for index in late:
             parameter = self.parameters[index]
@@ -267,10 +267,10 @@ cdef class Reducer(ReducerState):
         return 0
 
     cdef int launch_full_buckets(self) except -1:
-        """Submit the buckets that are full, in order of their indices, none skipped."""
+        """Submit the buckets that are full, strictly in order of index."""
         cdef Bucket bucket
         if self.launching:
-            return 0        # so the thread of another device comes to them
+            return 0        # the thread of another device is here and submits them
         self.launching = True
         try:
             while self.next_bucket < len(self.buckets):
@@ -379,7 +379,7 @@ cdef class Reducer(ReducerState):
 
         Args:
             outputs: the tensors that forward returned, with `find_unused_parameters`. Backward
-                begins at them, also on a rank where it reaches no parameter at all.
+                begins at them, even on a rank where it reaches no parameter at all.
         """
         cdef ParameterHook hook
         for hook in self.hooks:
@@ -390,7 +390,7 @@ cdef class Reducer(ReducerState):
         # Left over if the last backward raised: its callback never ran.
         self.callback_queued = False
         if self.static_graph and not self.ready:
-            self._reset_counting()      # what a backward that raised has counted
+            self._reset_counting()      # drop what a backward that raised has counted
         if self.compare_gradients:
             self.grads_before = [
                 (parameter.grad, -1 if parameter.grad is None else parameter.grad._version)
@@ -423,7 +423,7 @@ cdef class Reducer(ReducerState):
 
         Raises:
             RuntimeError: parameters got no gradient in the last reduction, and neither
-                `find_unused_parameters` nor the static graph says so.
+                `find_unused_parameters` nor the static graph allows that.
         """
         if self.shadowing:
             joined.finish(self)
@@ -438,7 +438,7 @@ cdef class Reducer(ReducerState):
         try:
             self._build_buckets(assignment)
         except OSError as error:
-            # The buckets that there are hold the same gradients, in an order that was guessed.
+            # The present buckets hold the same gradients, in an order that was guessed.
             if self.process_group.rank() == 0:
                 warnings.warn(
                     f"the buckets keep the order of the parameters instead of that in which "
@@ -461,5 +461,5 @@ cdef class Reducer(ReducerState):
         self.handles = []
 
     def run_hook(self, Py_ssize_t index):
-        """Do what the hook of a parameter does, for what measures it. Not collective."""
+        """Do what the hook of a parameter does, for measurements. Not collective."""
         self.parameter_ready(index, self.parameters[index], True)

@@ -23,14 +23,14 @@ cdef class ReducerState:
     cdef readonly bint gradient_as_bucket_view
     cdef readonly bint has_rebuilt_buckets
     cdef public object compression    # the 16-bit dtype of float32 and float64, or None
-    cdef public object python_hook    # None, or what moves the gradients
+    cdef public object python_hook    # what moves the gradients, or None
     cdef readonly list post_backward_futures     # of hooks of the buffers
     cdef object assign_buckets
     cdef readonly object describe_parameter
     cdef object report_missing
     cdef object timeout
     cdef double world_size
-    cdef readonly double divisor            # fewer, while some ranks have joined
+    cdef readonly double divisor            # smaller, while some ranks have joined
     cdef readonly dict channels
     cdef readonly Channel channel           # of the first parameter's device
     cdef readonly object mixed_precision
@@ -44,25 +44,25 @@ cdef class ReducerState:
     cdef dict set_aside             # gradients of locally unused parameters in views
     cdef readonly bint static_graph
     cdef bint learning              # the static graph is not known yet
-    cdef list never_used            # parameters that no hook is expected of
+    cdef list never_used            # parameters whose hook is not expected to run
     cdef bint skip_unused
     cdef set unused_everywhere      # with skip_unused: parameters that no rank used
-    cdef bint compare_gradients     # whether hooks may run that bring no gradient
+    cdef bint compare_gradients     # whether hooks may run without a gradient
     cdef readonly bint shadowing    # whether this rank takes part in others' backward, joined.pyx
     cdef list grads_before                # .grad and its version at the end of forward
     cdef readonly list missing               # parameters that got no gradient in the last backward
     cdef readonly Py_ssize_t next_bucket
     cdef list late                  # parameters whose gradient is taken at the end of backward
-    cdef bint launching             # some thread is at it
+    cdef bint launching             # some thread is launching buckets
     cdef readonly Py_ssize_t ready
     cdef readonly bint expecting             # a forward asked for gradients to be reduced
     cdef bint callback_queued
     cdef bint failed                # a hook has raised in this backward
-    cdef public object profile      # told of buckets' reductions while the profiler runs, or None
+    cdef public object profile      # notes reductions while the profiler runs, or None
     cdef bint incomplete            # some rank missed some parameter in the last backward
     cdef public object passes       # the forward passes, or None: see forward_passes.py
-    cdef readonly Py_ssize_t counting        # the bucket that tells of them, -1: none
-    cdef public bint out_of_step    # the ranks have told different numbers of them
+    cdef readonly Py_ssize_t counting        # the bucket that carries their number, -1: none
+    cdef public bint out_of_step    # the ranks have counted different numbers of them
     cdef readonly Py_ssize_t waiting_for     # the bucket that this rank waits for, -1: none
     cdef readonly Py_ssize_t reductions
     cdef readonly list unused               # parameters without a gradient in the last backward

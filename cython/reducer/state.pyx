@@ -1,7 +1,7 @@
-"""The data of a reducer: parameters, buckets, who is ready; and the way of one gradient in and out.
+"""The data of a reducer: parameters, buckets, readiness; and how one gradient gets in and out.
 
-What decides when is reducer.pyx; what fills in for missing gradients, static_graph.pyx, unused.pyx
-and joined.pyx, builds on this.
+reducer.pyx decides when. static_graph.pyx, unused.pyx and joined.pyx, which fill in for missing
+gradients, build on this.
 """
 
 from libc.stdlib cimport calloc, free
@@ -42,7 +42,7 @@ cdef class ReducerState:
         gradient_as_bucket_view: as in torch's class.
         skip_unused: `skip_all_reduce_unused_params` of torch's class.
         mixed_precision: the dtype of the gradients and that in which a hook in Python gets them,
-            if these are not the parameters'; without views.
+            if these are not the parameters'; not together with views.
     """
 
     def __init__(self, parameters, process_group, dict channels not None, assign_buckets,
@@ -122,7 +122,7 @@ cdef class ReducerState:
     cdef int mark_ready(
         self, Py_ssize_t index, object parameter, object gradient, bint brought
     ) except -1:
-        """Bring what this rank has for a parameter that is ready into its bucket."""
+        """Copy what this rank has for a parameter that is ready into its bucket."""
         cdef ParameterState *state = &self.states[index]
         cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
         self.ready += 1
@@ -136,7 +136,7 @@ cdef class ReducerState:
         return 0
 
     cdef int copy_in(self, Py_ssize_t index, object parameter, object gradient) except -1:
-        """Bring `gradient` into the bucket, and with views `.grad` too."""
+        """Copy `gradient` into the bucket; with views, point `.grad` there."""
         cdef ParameterState *state = &self.states[index]
         cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
         view = bucket.views[state.position]
@@ -151,7 +151,7 @@ cdef class ReducerState:
         return 0
 
     cdef int wait_for(self, Bucket bucket) except -1:
-        """Wait for the mean of a bucket; see what it says of parameters that no rank used."""
+        """Wait for the mean of a bucket; note the parameters that no rank used."""
         self.waiting_for = bucket.index
         try:
             if bucket.channel.wait(&bucket.job, self.timeout.total_seconds()) == WAIT_TIMED_OUT:
@@ -171,7 +171,7 @@ cdef class ReducerState:
         return 0
 
     cdef int contribute_old(self, Py_ssize_t index, object parameter, object gradient) except -1:
-        """Add what earlier backwards left, or zeros; say whether it counts as a gradient."""
+        """Contribute what earlier backwards left, or zeros; flag whether that is a gradient."""
         cdef ParameterState *state = &self.states[index]
         cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
         if gradient is None:
@@ -190,7 +190,7 @@ cdef class ReducerState:
     def _is_old(self, Py_ssize_t index, gradient):
         """Whether autograd came with an undefined gradient and left `.grad` as it was.
 
-        So it is below outputs that take no part in the loss; known with
+        It does so below outputs that take no part in the loss. Known with
         `compare_gradients` only.
         """
         old, version = self.grads_before[index]
@@ -244,8 +244,7 @@ cdef class ReducerState:
     def last_moments(self):
         """Return the five timestamps of the last iteration, in seconds. Not collective.
 
-        Of forward the begin, of backward the begin, of communication the begin; of backward the
-        end, of communication the end.
+        When forward, backward and communication began; when backward and communication ended.
         """
         return [
             self.forward_began,
@@ -256,7 +255,7 @@ cdef class ReducerState:
         ]
 
     cdef int check_view(self, Py_ssize_t index) except -1:
-        """See that the gradient of a parameter is where its mean is."""
+        """Make sure that the gradient of a parameter is where its mean is."""
         cdef ParameterState *state = &self.states[index]
         cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
         parameter = self.parameters[index]
@@ -269,7 +268,7 @@ cdef class ReducerState:
         return 0
 
     cdef int move_strangers_out(self) except -1:
-        """Give gradients memory of their own that lie where other gradients have their place."""
+        """Give memory of their own to gradients that lie in the place of other gradients."""
         cdef Py_ssize_t index
         cdef Bucket bucket
         cdef char *address
@@ -287,7 +286,7 @@ cdef class ReducerState:
         return 0
 
     def _find_moved_views(self):
-        """Find the buffers of hooks in Python again where something has moved their memory."""
+        """Note the views again in buffers of Python hooks whose memory has moved."""
         cdef Bucket bucket
         for bucket in self.buckets:
             if not bucket.sparse:

@@ -2,14 +2,14 @@
 
 Note [Static graph]
 ~~~~~~~~~~~~~~~~~~~
-In every backward the hook of a parameter runs as often as `expected` says, and the last
-time makes the parameter ready: `left` counts down. That is once, unless the graph is
-static: then the first backward counts (both are negative, and no bucket is launched before
-its end), and those after it wait for as many. A parameter that was never reached is not
-waited for: it is filled in for when the first hook runs, so that its bucket is not held up.
-The numbers are this rank's own; other ranks may use other parameters, as everywhere. If a
-hook runs more often than it did, that is an error at once; if less often, the parameter
-counts as missed, and all ranks say so at the next forward.
+In every backward the hook of a parameter runs `expected` times, and the last time makes the
+parameter ready: `left` counts down. `expected` is 1, unless the graph is static: then the
+first backward counts (both numbers are negative, and no bucket is launched before its end),
+and later ones wait for as many runs. A parameter that was never reached is not waited for:
+it is filled in for when the first hook runs, so that its bucket is not held up.
+The numbers are this rank's own; other ranks may use other parameters. If a hook runs more
+often than in the first backward, that is an error at once; if less often, the parameter
+counts as missed, and all ranks report it at the next forward.
 """
 
 from mpiddp.reducer.state cimport ParameterState, ReducerState
@@ -51,7 +51,7 @@ def learn(ReducerState reducer not None):
         gradient = reducer.parameters[index].grad
         brought = state.expected > 0 and gradient is not None
         if brought and reducer._is_old(index, gradient):
-            # Its hook runs, but brings nothing: that must be looked at in every backward.
+            # Its hook runs, but brings nothing: that must be checked in every backward.
             brought = False
             reducer.compare_gradients = True
         if state.expected == 0:

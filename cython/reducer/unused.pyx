@@ -1,4 +1,4 @@
-"""What becomes of parameters that got no gradient in a backward, on behalf of a reducer.
+"""Handle parameters that got no gradient in a backward, on behalf of a reducer.
 
 Note [Unused parameters]
 ~~~~~~~~~~~~~~~~~~~~~~~~

@@ -1,4 +1,4 @@
-/* SIMD loops over arrays of gradients: sum, mean, conversion. One table a machine.
+/* SIMD loops over arrays of gradients: sum, mean, conversion. One table for each machine.
  *
  * mpiddp_available_kernels() lists the tables that this processor can run, the best
  * one last. All give the same bits, those of plain C, except that a NaN may be any
@@ -22,7 +22,7 @@
 /* As ElementType in kernels.pxd. */
 enum { MPIDDP_FLOAT32 = 0, MPIDDP_FLOAT64 = 1, MPIDDP_FLOAT16 = 2, MPIDDP_BFLOAT16 = 3 };
 
-/* What each operation does is said in kernels.pxd. */
+/* kernels.pxd says what each operation does. */
 struct mpiddp_kernels {
     const char *name;
     void (*mean_in_place)(int, char *const *, size_t, size_t, size_t, double);
@@ -34,7 +34,7 @@ struct mpiddp_kernels {
     void (*convert)(int, int, void *, const void *, size_t);
 };
 
-/* Sums that a block holds: 4 or 8 KB, the cache next to the core has 32 or more. */
+/* How many sums a block holds: 4 or 8 KB; the L1 cache has 32 or more. */
 #define MPIDDP_BLOCK ((size_t)1024)
 
 enum mpiddp_role {
@@ -50,8 +50,8 @@ enum mpiddp_role {
 #define MPIDDP_NOINLINE
 #endif
 
-/* Before a loop whose arrays never overlap: GCC forgets a `restrict` that is no
- * argument's. */
+/* Before a loop whose arrays never overlap: GCC only respects `restrict` on
+ * arguments. */
 #if defined(__GNUC__) && !defined(__clang__)
 #define MPIDDP_INDEPENDENT _Pragma("GCC ivdep")
 #else
@@ -63,8 +63,8 @@ MPIDDP_INLINE size_t mpiddp_element_bytes(int element)
     return element == MPIDDP_FLOAT32 ? 4 : element == MPIDDP_FLOAT64 ? 8 : 2;
 }
 
-/* Functions for better processors than the one that the compiler was told of. Intel's
- * old compiler and NVIDIA's call themselves GNU without knowing all of this. */
+/* Functions for better processors than the one that the compiler targets. Intel's
+ * old compiler and NVIDIA's call themselves GNU without supporting all of this. */
 #if defined(__x86_64__) && defined(__GNUC__) && defined(__has_attribute) \
     && !defined(__INTEL_COMPILER) && !defined(__PGI) && !defined(__NVCOMPILER)
 #if __has_attribute(target)
@@ -78,8 +78,8 @@ MPIDDP_INLINE size_t mpiddp_element_bytes(int element)
 
 /* Note [State of the floating-point unit]
  * A kernel runs on whichever thread comes first, and must give the same bits on each:
- * subnormal numbers count and rounding is to nearest, whatever the thread has been
- * told (torch.set_flush_denormal), and for its own computations still is afterwards. */
+ * subnormal numbers count and rounding is to nearest, whatever the thread's settings
+ * are (torch.set_flush_denormal). Those are restored afterwards. */
 #if defined(MPIDDP_X86)
 #include <cpuid.h>
 #include <immintrin.h>

@@ -8,7 +8,7 @@ cdef enum ElementType:
 
 cdef struct Kernels:
     # Loops over gradients, for one kind of machine. `element` is an ElementType.
-    # Buffers are arrays of elements, one a rank and aligned as an element is; only
+    # Buffers are arrays of elements, one per rank and aligned as an element is; only
     # elements [first, first + count) of them are read and written. No two arrays may
     # overlap. Sums are float64 for float64 and float32 for all others, made in the
     # order of the buffers, and results are rounded once. `ranks` is at least 1.
@@ -29,21 +29,21 @@ cdef struct Kernels:
     ) noexcept nogil
 
     # Put sum[0 .. count - 1], divided, into all buffers, up to the first block with a sum
-    # that is infinite or NaN. Return how many were put. All are, of float16: no sum of
+    # that is infinite or NaN. Return how many were put: of float16 all, because no sum of
     # these overflows.
     size_t (*spread_mean)(
         int element, char *const *buffers, size_t ranks, size_t first, size_t count,
         const void *sum, double divisor,
     ) noexcept nogil
 
-    # As sum_to, of elements so small that a sum of `divisor` of them is finite.
+    # As sum_to, with elements scaled so that a sum of `divisor` of them is finite.
     void (*scaled_sum_to)(
         int element, void *out, char *const *buffers, size_t ranks, size_t first,
         size_t count, double divisor,
     ) noexcept nogil
 
-    # Put sum[0 .. count - 1], divided, into all buffers, and where that is infinite or NaN
-    # what scaled[0 .. count - 1] makes of it: sums from scaled_sum_to, of the same divisor.
+    # Put sum[0 .. count - 1], divided, into all buffers; where that is infinite or NaN, use
+    # scaled[0 .. count - 1] instead: sums from scaled_sum_to, with the same divisor.
     void (*spread_scaled_mean)(
         int element, char *const *buffers, size_t ranks, size_t first, size_t count,
         const void *sum, const void *scaled, double divisor,

@@ -1,4 +1,4 @@
-"""Which SIMD kernels this process computes gradients with, and each of them for tests.
+"""Select the SIMD kernels with which this process reduces gradients; run any of them for tests.
 
 The kernels are C (kernels.h), compiled for several machines into this one module.
 Importing it selects the best that the processor can run, or those that the environment
@@ -104,7 +104,7 @@ def use(name):
     """Use other kernels from now on.
 
     Not collective. The results stay the same, bit for bit; this is for tests and
-    measurements. A computation that runs on another thread is finished as it began.
+    measurements. A computation under way on another thread keeps its kernels.
 
     Args:
         name: one of `available`.
@@ -204,7 +204,7 @@ def sum_to(name, out, buffers, size_t first, size_t count):
 
 
 def spread_mean(name, buffers, size_t first, size_t count, sums, double divisor):
-    """Put a sum, divided, into all buffers, up to a block with one that is infinite or NaN.
+    """Put sums, divided, into all buffers, up to a block with one that is infinite or NaN.
 
     Not collective. For arguments and errors not listed see `mean_in_place`.
 
@@ -212,7 +212,7 @@ def spread_mean(name, buffers, size_t first, size_t count, sums, double divisor)
         sums: of at least `count` elements; float64 for float64 and float32 for all others.
 
     Returns:
-        How many elements were put; all of float16.
+        How many elements were put; of float16, all.
     """
     cdef const Kernels *kernels = _find(name)
     cdef _Buffers given = _Buffers(buffers, first + count)
@@ -237,7 +237,7 @@ def scaled_sum_to(name, out, buffers, size_t first, size_t count, double divisor
 
 
 def spread_scaled_mean(name, buffers, size_t first, size_t count, sums, scaled, double divisor):
-    """Put a sum, divided, into all buffers; what a scaled one gives where it is not finite.
+    """Put sums, divided, into all buffers; scaled ones where these are not finite.
 
     Not collective. For arguments and errors not listed see `mean_in_place` and `spread_mean`.
 
@@ -276,8 +276,8 @@ def convert(name, out, array):
 cdef _select():
     """Select what the environment names, or the best.
 
-    A wrong name is an error of the start, on all ranks: one that raised here, on import, would
-    leave the others waiting.
+    A wrong name is reported at the start, on all ranks: an error here, on import, would leave
+    the other ranks waiting.
     """
     global _selected, _problem
     name = settings.KERNELS.read()

@@ -40,7 +40,7 @@
 
 /* Do what `role` says with LANES elements of one to four buffers. All arguments but the
  * pointers, the factor and the scale are constants once this is inlined. The factor is the
- * divisor, or the scale where that is to be multiplied. */
+ * divisor, or its reciprocal if `multiply` is set. */
 MPIDDP_INLINE TARGET void NAME(step)(
     enum mpiddp_role role, size_t ranks, int multiply, SUM factor, SUM scale,
     SUM *wide, ELEMENT *a, ELEMENT *b, ELEMENT *c, ELEMENT *d)
@@ -65,7 +65,7 @@ MPIDDP_INLINE TARGET void NAME(step)(
     mean = multiply ? MULTIPLY(sum, factor) : DIVIDE(sum, factor);
 #if OVERFLOWS
     if (role == MPIDDP_MEAN) {
-        /* See Note [Sums that overflow]. No branch: memory is what this waits for. */
+        /* See Note [Sums that overflow]. No branch: memory is the limit anyway. */
         VECTOR scaled = MULTIPLY(LOAD(a), scale);
         if (ranks > 1)
             scaled = ADD(scaled, MULTIPLY(LOAD(b), scale));
@@ -182,7 +182,7 @@ MPIDDP_INLINE TARGET int NAME(all_finite)(const SUM *sum, size_t count)
     return overflow >> (8 * sizeof overflow - 1) == 0;
 }
 
-/* As `spread_mean`, up to a block that has a sum which is not finite: return how many. */
+/* As `spread_mean`, up to a block with a sum that is not finite; return how many. */
 static MPIDDP_NOINLINE TARGET size_t NAME(spread_finite_mean)(
     char *const *buffers, size_t ranks, size_t first, size_t count, const SUM *sum,
     double divisor)
@@ -214,7 +214,7 @@ static MPIDDP_NOINLINE TARGET void NAME(scaled_sum_to)(
     }
 }
 
-/* As `spread_mean`, where some sums are not finite: there the scaled ones count. */
+/* As `spread_mean`, where some sums are not finite: there the scaled ones are used. */
 static MPIDDP_NOINLINE TARGET void NAME(spread_scaled_mean)(
     char *const *buffers, size_t ranks, size_t first, size_t count, const SUM *sum,
     const SUM *scaled, double divisor)

@@ -1,11 +1,11 @@
 /* One value at a time: float16 and bfloat16 to float and back, double to float, sums that
  * overflowed.
  *
- * Where a value decides, both results are computed and one is masked out: compilers
- * turn loops over these into SIMD code on any machine. What comes from a narrower type
- * is exact; what goes to one is rounded to nearest, ties to even; overflow gives
- * infinity; a NaN stays a NaN. No subnormal float is ever an operand or a result
- * of a float instruction here: those are slow on some machines.
+ * Where a value decides, both results are computed and one is masked out, so that
+ * compilers turn loops over these into SIMD code on any machine. Widening is exact;
+ * narrowing rounds to nearest, ties to even; overflow gives infinity; a NaN stays a
+ * NaN. No subnormal float is ever an operand or a result of a float instruction here:
+ * those are slow on some machines.
  */
 #ifndef MPIDDP_KERNELS_VALUES_H
 #define MPIDDP_KERNELS_VALUES_H
@@ -33,8 +33,8 @@ MPIDDP_INLINE float mpiddp_bits_float(uint32_t bits)
     return value;
 }
 
-/* `a` where the condition holds, else `b`. Not ?: because GCC makes a branch of that when
- * a float instruction hangs on it. */
+/* `a` where the condition holds, else `b`. Not ?: because GCC makes that a branch when
+ * a float instruction depends on it. */
 MPIDDP_INLINE uint32_t mpiddp_select(int condition, uint32_t a, uint32_t b)
 {
     uint32_t mask = -(uint32_t)(condition != 0);
@@ -61,7 +61,7 @@ MPIDDP_INLINE float mpiddp_float16_to_float(uint16_t value)
     uint32_t magnitude = (uint32_t)(value & 0x7fffu) << 13;
     uint32_t normal = magnitude + 0x38000000u;
     uint32_t special = magnitude | 0x7f800000u;         /* infinity, NaN */
-    /* Subnormal: 2^-14 and the fraction, less the 2^-14. */
+    /* Subnormal: 2^-14 plus the fraction, minus 2^-14. */
     float fraction = mpiddp_bits_float((magnitude & 0x007fffffu) | 0x38800000u) - 0x1p-14f;
     uint32_t bits = mpiddp_select(magnitude < 0x00800000u, mpiddp_float_bits(fraction), normal);
     bits = mpiddp_select(magnitude >= 0x0f800000u, special, bits);
@@ -74,8 +74,8 @@ MPIDDP_INLINE uint16_t mpiddp_float_to_float16(float value)
     uint32_t sign = (bits >> 16) & 0x8000u;
     uint32_t magnitude = bits & 0x7fffffffu;
     uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
-    /* Subnormal: the last digit of 0.5f is worth 2^-24, as that of the result. What is
-     * small enough to be a subnormal float does not count. */
+    /* Subnormal: the last digit of 0.5f is worth 2^-24, like that of the result. A
+     * subnormal float is too small to count. */
     uint32_t addend = mpiddp_select(magnitude >= 0x00800000u, magnitude, 0);
     uint32_t subnormal = mpiddp_float_bits(mpiddp_bits_float(addend) + 0.5f) - 0x3f000000u;
     uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
@@ -97,8 +97,8 @@ MPIDDP_INLINE float mpiddp_double_to_odd_float(double value)
     return mpiddp_bits_float((bits - (uint32_t)away) | (uint32_t)inexact);
 }
 
-/* Whether multiplying by the reciprocal gives the same bits as dividing: it is exact. And
- * whether it is the `mpiddp_scale`: of 1 and more. */
+/* Whether multiplying by the reciprocal gives the same bits as dividing, because it is
+ * exact. Only of 1 and more, where the reciprocal is also the `mpiddp_scale`. */
 MPIDDP_INLINE int mpiddp_is_power_of_two(double value)
 {
     uint64_t bits;
@@ -110,11 +110,11 @@ MPIDDP_INLINE int mpiddp_is_power_of_two(double value)
 }
 
 /* Note [Sums that overflow]
- * A sum may be infinite, or NaN, where the mean is a number: 3e38 and 3e38 in float32. No
- * bit of other means may change for that. So the plain sum counts where it is finite;
- * where it is not, the sum of the same operands times `mpiddp_scale` does. That is a
- * power of two, and no more than 1/divisor: as many operands as the divisor says have
- * a finite sum. It costs subnormal operands their last digits, but not beside operands
+ * A sum may be infinite, or NaN, where the mean is a number: 3e38 + 3e38 in float32. To
+ * handle that, no bit of other means may change. So the plain sum is used where it is
+ * finite; elsewhere, the sum of the same operands times `mpiddp_scale`. That is a power
+ * of two and at most 1/divisor, so that the sum of `divisor` operands is finite. Scaling
+ * costs subnormal operands their last digits, which do not matter beside operands
  * whose sum overflows. An operand that is infinite or NaN makes both sums so. */
 MPIDDP_INLINE double mpiddp_scale(double divisor)
 {

@@ -2,9 +2,9 @@
  *
  * Note [Pairs of bfloat16 vectors]
  * To widen bfloat16 is to put zeros below it. The instructions that interleave two
- * vectors do that in one step, but separately in each 128 bits: the pair that comes out
- * has its elements in another order, which does not matter to sums, and packing the pair
- * puts them back. Only where sums go to or come from memory they have to be put right.
+ * vectors do that in one step, but separately in each 128 bits: the resulting pair has
+ * its elements in another order. That does not matter to sums, and packing the pair
+ * restores the order. Only loads and stores of sums have to restore it themselves.
  */
 
 #define VARIANT avx2
@@ -109,7 +109,7 @@ MPIDDP_INLINE TARGET mpiddp_pair_avx2 mpiddp_divide_pairs_avx2(
 
 MPIDDP_INLINE TARGET __m256 mpiddp_choose_avx2(__m256 sum, __m256 v, __m256 w)
 {
-    /* Zero times the sum is NaN where that is not finite. */
+    /* Zero times the sum is NaN where the sum is not finite. */
     const __m256 zero = _mm256_mul_ps(sum, _mm256_setzero_ps());
     return _mm256_blendv_ps(v, w, _mm256_cmp_ps(zero, zero, _CMP_UNORD_Q));
 }
@@ -238,7 +238,7 @@ MPIDDP_INLINE TARGET mpiddp_pair_avx512 mpiddp_divide_pairs_avx512(
 
 MPIDDP_INLINE TARGET __m512 mpiddp_choose_avx512(__m512 sum, __m512 v, __m512 w)
 {
-    /* Zero times the sum is NaN where that is not finite. */
+    /* Zero times the sum is NaN where the sum is not finite. */
     const __m512 zero = _mm512_mul_ps(sum, _mm512_setzero_ps());
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(zero, zero, _CMP_UNORD_Q), v, w);
 }
@@ -276,8 +276,8 @@ MPIDDP_INLINE TARGET void mpiddp_store_pair_avx512(float *p, mpiddp_pair_avx512 
 
 #include "kernels_variant.h"
 
-/* The builtin asks the processor and the operating system, but GCC 9 and 10 cannot ask
- * it for F16C. */
+/* The builtin asks the processor and the operating system, but in GCC 9 and 10 it does
+ * not know F16C. */
 static inline int mpiddp_has_avx2(void)
 {
     unsigned int eax, ebx, ecx, edx;

@@ -1,4 +1,4 @@
-# What the compiled modules need of the operating system: threads, locks, clocks. Nothing of
+# What the compiled modules need from the operating system: threads, locks, clocks. Nothing of
 # MPI, Python or torch.
 
 from posix.time cimport (
@@ -92,8 +92,8 @@ cdef extern from *:
     static inline void mpiddp_name_thread(const char *name)
     { pthread_setname_np(pthread_self(), name); }
     """
-    # Give the calling thread turns of this length, which Linux grants the sooner the shorter they
-    # are. Kernels before 6.12 and other policies than SCHED_OTHER ignore it.
+    # Give the calling thread time slices of this length. Linux grants shorter slices sooner.
+    # Kernels before 6.12 ignore it, and so do other policies than SCHED_OTHER.
     void ask_for_slices "mpiddp_ask_for_slices"(unsigned long long nanoseconds) noexcept nogil
     void name_thread "mpiddp_name_thread"(const char *name) noexcept nogil
     int load "mpiddp_load"(const int *) noexcept nogil

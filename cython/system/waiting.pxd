@@ -1,13 +1,13 @@
-# How a thread that waits for other ranks gives its core away: the more readily, the longer
-# nothing has happened. First it spins, then it yields, then it sleeps for a sixteenth of the wait
-# so far: that is the most that a sleep can add to it.
+# How a thread that waits for other ranks gives up its core: the more readily, the longer nothing
+# has happened. First it spins, then it yields, then it sleeps for a sixteenth of the wait so far,
+# so that a sleep adds no more than that to the wait.
 
 from mpiddp.system.posix cimport sched_yield, sleep_for
 
 
 cdef extern from *:
     """
-    /* Seconds; the project's measurements of waiting ranks are behind them. */
+    /* Seconds, chosen by the project's measurements of waiting ranks. */
     #define MPIDDP_SPIN 20e-6
     #define MPIDDP_YIELD 1e-3
     #define MPIDDP_SLEEP_SHORTEST 50e-6

@@ -1,15 +1,15 @@
-"""Read and set a parameter's gradient by torch's C functions, without a Python object for it.
+"""Read and set a parameter's gradient with torch's C functions, without a Python object for it.
 
 Note [Gradients without Python objects]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Each new gradient that Python looks at gets a Python object, which is half of what a hook
 costs (1 of 2 us), only to be dropped for the view in the bucket. torch exports what is needed
-to go without: the functions of its stable C interface (torch/csrc/inductor/aoti_torch/c/shim.h)
+to avoid that: the functions of its stable C interface (torch/csrc/inductor/aoti_torch/c/shim.h)
 take a pointer to an at::Tensor, a Python tensor holds one behind its object header
 (torch/csrc/autograd/python_variable.h), and c10::TensorImpl::grad gives that of the gradient.
 Nothing is linked. The functions are looked up in the libraries that torch has loaded, and used
-only if they are all there and agree with Python about some tensors; else, and for each gradient
-that is not plain memory in the layout of its view, Python does it.
+only if they are all there and agree with Python about some tensors. Otherwise, and for each
+gradient that is not plain memory in the layout of its view, Python does it.
 """
 
 from cpython.object cimport PyObject
@@ -75,7 +75,7 @@ cdef Tensor tensor_in(PyObject *tensor) noexcept:
 
 
 cdef int dtype_code(object tensor) noexcept:
-    """Return torch's number of a dtype, -1 if it is out of reach."""
+    """Return torch's number for a tensor's dtype, -1 if it is out of reach."""
     cdef int32_t code = -1
     if usable:
         functions.dtype(tensor_in(<PyObject *>tensor), &code)
@@ -92,7 +92,7 @@ cdef bint has_gradient(object parameter) except -1:
 
 
 cdef char *gradient_address(object parameter) except? NULL:
-    """Return where the elements of a dense gradient are in whatever order, NULL without one."""
+    """Return the address of a dense gradient's elements in whatever order, NULL without one."""
     cdef Tensor gradient
     cdef c_bool defined = False
     cdef int32_t layout = -1
@@ -114,15 +114,15 @@ cdef char *plain_gradient(
 ) noexcept:
     """Return where the gradient's elements are, NULL if there are none or Python must look.
 
-    They are of `dtype` (a number of torch's) and of the shape of `view`, and lie as its elements
-    do: one behind the other if `contiguous`.
+    They have `dtype` (torch's number) and the shape of `view`, and lie as its elements do: one
+    behind the other if `contiguous`.
     """
     return plain_elements(
         functions.grad(tensor_in(<PyObject *>parameter)[0]), view, dtype, contiguous)
 
 
 cdef char *plain_tensor(object tensor, object view, int dtype, bint contiguous) noexcept:
-    """Return what `plain_gradient` does of a tensor itself."""
+    """Return what `plain_gradient` does, but for a tensor itself."""
     return plain_elements(tensor_in(<PyObject *>tensor), view, dtype, contiguous)
 
 
@@ -221,14 +221,14 @@ cdef _find_functions():
 
 
 cdef bint _find_offset(tensor) except -1:
-    """Find the pointer that ``_cdata`` tells right behind the object header."""
+    """Return whether the pointer in ``_cdata`` is right behind the object header."""
     global tensor_offset
     tensor_offset = sizeof(PyObject)
     return <size_t>tensor_in(<PyObject *>tensor)[0] == <size_t>tensor._cdata
 
 
 cdef bint _agrees_with_python() except -1:
-    """Whether all that is used here says and does with some tensors what Python does."""
+    """Whether the functions used here agree with Python on some tensors."""
     global strided, usable
     parameter = torch.nn.Parameter(torch.zeros(2, 3))
     view = torch.zeros(2, 3)
@@ -248,7 +248,7 @@ cdef bint _agrees_with_python() except -1:
         return False
     if <size_t>plain_gradient(parameter, view, code, False) != <size_t>other.data_ptr():
         return False
-    # What is not plain: another layout in memory, a negation that is put off, another shape.
+    # What is not plain: another layout in memory, a deferred negation, another shape.
     for unlike in (
         torch.zeros(3, 2).t(),
         torch._neg_view(torch.zeros(2, 3)),

@@ -33,13 +33,13 @@ cdef struct ChunkSums:
     ChunkSum slots[MAX_SLOTS]
 
 
-# Let there be `window` slots with memory from `memory` on: `2 * window * bytes_`.
+# Set up `window` slots; `memory` has `2 * window * bytes_` bytes.
 cdef void set_up(
     ChunkSums *sums, Transport *transport, MPI_Comm comm, MPI_Comm comm_again, char *memory,
     size_t window, size_t bytes_) noexcept
 
 # Start the all-reduce of what these buffers hold; return an MPI error code. Chunks must start in
-# the same order on all ranks, and the buffers stay as they are until it is finished.
+# the same order on all ranks, and the buffers must not change until it is finished.
 cdef int start_sum(
     ChunkSums *sums, size_t slot, Job *job, char **buffers, size_t ranks, size_t first,
     size_t count) noexcept nogil

@@ -2,16 +2,16 @@
 
 Note [Sums that overflow in MPI]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-MPI adds what the ranks send, and the sum may be infinite where the mean is a number. To send
-smaller numbers always would need one more pass over the gradients, and cost small ones their
-last digits. So the plain sum is sent. All ranks get the same bits; where these are not all
+MPI adds what the ranks send, and the sum may be infinite where the mean is a number. Always
+sending smaller numbers would need one more pass over the gradients, and cost small ones their
+last digits. So the plain numbers are sent. All ranks get the same bits; where these are not all
 finite, all ranks send what is left of the chunk a second time, scaled, and take from that what
-the first one lacks: see Note [Sums that overflow] in kernels_values.h. The chunks in the bucket
+the first sum lacks: see Note [Sums that overflow] in kernels_values.h. The chunks in the bucket
 are unchanged until then.
-Ranks see in different order that chunks have arrived, but must start their collectives in the
-same one. So second all-reduces have a communicator of their own, and start in the order in which
-the chunks have started: each when all earlier chunks are known to need none, or have begun theirs.
-An infinity or NaN of a rank costs the second all-reduce as well: no rank can tell that from here.
+Ranks see chunks arrive in different orders, but must start their collectives in the same order.
+So second all-reduces have a communicator of their own, and start in the order in which the
+chunks have started: each when all earlier chunks are known to need none, or have begun theirs.
+An infinity or NaN in a rank's gradients costs a second all-reduce too: the sum looks the same.
 """
 
 from libc.string cimport memset

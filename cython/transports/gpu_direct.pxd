@@ -14,7 +14,7 @@ cdef enum TailState:
 cdef struct PointerBucket:
     # What a transport that gives device memory to MPI keeps with a bucket; the `context` of its
     # jobs.
-    void *filled            # event: all that the stream had to do with the bucket
+    void *filled            # event: the stream has filled the bucket
     size_t number           # of the job among those of the transport, in order of submission
     int passed              # whether the event has
     int failure             # code of the runtime, of a call that failed on the submitting thread
@@ -35,7 +35,7 @@ cdef struct PointerState:
     GpuFunctions *functions
     int device
     size_t announced        # jobs submitted
-    size_t starting         # number of the first job of which not all was given to MPI
+    size_t starting         # number of the first job that MPI has not got all of
     int device_code         # of a call that failed: of the GPU's runtime or its BLAS library
     const char *device_call
 
@@ -52,9 +52,9 @@ cdef void set_up(
 cdef size_t gradients_of(Job *job) noexcept nogil
 # The `announce` of such a transport.
 cdef void announce(Transport *transport, Job *job) noexcept nogil
-# Whether this job's gradients may be given to MPI now: ADVANCE_SOME; else what `advance` returns.
+# Return ADVANCE_SOME if the job's gradients may be given to MPI now, else what `advance` returns.
 cdef Advance may_start(PointerState *state, Job *job) noexcept nogil
-# Begin the sum of the flags when all gradients were given to MPI, finish it when it is there.
+# Begin the sum of the flags when MPI has got all gradients; finish it when it has arrived.
 cdef Advance finish(PointerState *state, Job *job, Advance status) noexcept nogil
 cdef Advance fail_in_mpi(PointerState *state, int code) noexcept nogil
 cdef Advance fail_on_gpu(PointerState *state, int code, const char *call) noexcept nogil

@@ -1,10 +1,10 @@
-"""What transports have in common that give device memory to MPI: memory, waiting, flags.
+"""The common part of transports that give device memory to MPI: memory, waiting, flags.
 
 Note [Order of device memory]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-MPI knows no streams. A bucket is given to it after an event has passed that was recorded, when
-the bucket was submitted, on the stream that fills it; the engine polls that event without the GIL.
-What MPI has completed is in memory for every stream, so nobody waits for anything but the engine.
+MPI knows no streams. When a bucket is submitted, an event is recorded on the stream that fills it.
+The engine polls that event without the GIL, and gives the bucket to MPI when it has passed. What
+MPI has completed is in memory for every stream, so nobody waits for anything but the engine.
 
 All ranks give their buckets to MPI in the order of submission: a job begins when all of the
 job before it has begun, and its flags go last.
@@ -87,7 +87,7 @@ cdef Advance may_start(PointerState *state, Job *job) noexcept nogil:
     cdef PointerBucket *bucket = <PointerBucket *>job.context
     cdef int passed
     if bucket.number != state.starting:
-        # Jobs before this one come first. Of this one all may have been given to MPI already.
+        # A later job waits for its turn; an earlier one was given to MPI completely.
         return ADVANCE_BLOCKED if bucket.number > state.starting else ADVANCE_PENDING
     if not bucket.passed:
         if bucket.failure != GPU_READY:
@@ -158,15 +158,15 @@ cdef int check_settings(size_t chunk_bytes, size_t window) except -1:
 
 
 cdef class PointerMemory(GpuMemory):
-    """Memory of a bucket on a GPU, of which MPI gets the address.
+    """Memory of a bucket on a GPU, whose address MPI gets.
 
-    Not collective. What MPI has done is there for all streams, so `wait_on` has nothing to do.
+    Not collective. What MPI has done is in memory for all streams: `wait_on` has nothing to do.
 
     Args:
         runtime: of the device.
         device: a `torch.device`.
         size: of the whole bucket in bytes.
-        tail: of these, the last ones, which the host writes and which stay in its memory.
+        tail: how many of these, at the end, the host writes and keeps in its memory.
 
     Raises:
         GpuError: there is not enough memory, or the runtime refuses.

@@ -5,7 +5,7 @@ from mpiddp.transports.gpu_ring cimport GpuRingTransport, RingState
 
 
 cdef struct WideState:
-    # Of the jobs whose elements MPI can add. What the ring has is for the others.
+    # State of the jobs whose elements MPI can add. The ring's is for the others.
     RingState *ring
     size_t chunk_bytes
     size_t window           # chunks in flight at once

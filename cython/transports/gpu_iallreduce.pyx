@@ -1,7 +1,7 @@
 """MPI_Iallreduce of GPU memory, for MPIs that support this: `gpu_support` knows which.
 
-The sum replaces the gradients where they are: a second buffer on the GPU would have to be copied
-back. MPI has no portable datatype for 16-bit elements, so those go around the ring, on the same
+The sum replaces the gradients in place: a second buffer on the GPU would have to be copied back.
+MPI has no portable datatype for 16-bit elements, so those go around the ring, on the same
 communicator.
 """
 

@@ -7,10 +7,10 @@ of the whole sum; in the second half these go around.
 
 Note [Messages of the ring]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Several chunks are on their way at once. Chunk number k of all jobs has slot k modulo their
-number on every rank, and waits for that slot: so the slot as the tag, and the order of messages
-in MPI, say which message is which. A step begins when both messages of the step before are over
-and what came has been added, which an event on the stream of the sums says.
+Several chunks are on their way at once, each in a slot. Chunk number k of all jobs has slot k
+modulo the number of slots on every rank, and waits until it is free: so the slot as the tag, and
+MPI's order of messages, say which message is which. A step begins when both messages of the step
+before are over and what came has been added, which an event on the stream of the sums shows.
 
 Segment s is summed in the order of the ranks from s on: the same bits from run to run, and on all
 ranks, since only one of them makes each sum. 16-bit elements are rounded after each addition.
@@ -54,13 +54,11 @@ cdef size_t segment_count(RingState *state, RingChunk *chunk, size_t segment) no
 
 cdef size_t segment_received(RingState *state, RingChunk *chunk) noexcept nogil:
     """Return which segment comes from the left in the chunk's step."""
-    if chunk.step < state.ranks - 1:
-        return (state.rank + 2 * state.ranks - chunk.step - 1) % state.ranks
-    return (state.rank + 2 * state.ranks - 1 - chunk.step) % state.ranks
+    return (state.rank + 2 * state.ranks - chunk.step - 1) % state.ranks
 
 
 cdef size_t segment_sent(RingState *state, RingChunk *chunk) noexcept nogil:
-    """Return which one goes to the right: what came in the step before."""
+    """Return which segment goes to the right: the one that came in the step before."""
     return (segment_received(state, chunk) + 1) % state.ranks
 
 
@@ -92,7 +90,7 @@ cdef int begin_step(RingState *state, size_t slot) noexcept nogil:
 
 
 cdef int begin_sum(RingState *state, RingChunk *chunk) noexcept nogil:
-    """Add what came; return an error code of MPI, which stands for one of the GPU."""
+    """Add what came; return an error code of MPI, which also stands for one of the GPU."""
     cdef PointerState *pointers = &state.pointers
     cdef size_t coming = segment_received(state, chunk)
     cdef size_t count = segment_count(state, chunk, coming)
@@ -267,7 +265,7 @@ cdef class GpuRingTransport:
 
         Args:
             sizes: in bytes.
-            tails: of these, those at the end that stay in host memory; None: none.
+            tails: how many of these, at the end, stay in host memory; None: none.
 
         Raises:
             GpuError: there is not enough memory.
@@ -275,10 +273,10 @@ cdef class GpuRingTransport:
         return allocate(self.runtime, self.device, sizes, tails)
 
     def free(self):
-        """Free what was made of the communicator: nothing. Not collective."""
+        """Free what was made from the communicator: nothing. Not collective."""
 
     def raise_failure(self, code, call):
-        """Raise the GpuError that has ended the channel, if it was one. Not collective."""
+        """Raise the GpuError that made the channel fail, if it was one. Not collective."""
         raise_failure_of(&self.state.pointers, self.runtime)
 
     @property

@@ -3,8 +3,8 @@
 Note [Memory of a bucket that goes away]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Copies may be on their way when the last user of a bucket lets go of it: after an error, or because
-nobody waited for the means. Device memory, host memory and events then stay in a list until all
-that is over, which is looked at whenever memory is allocated or a transport freed.
+nobody waited for the means. Device memory, host memory and events then stay in a list until the
+copies are over. The list is checked whenever memory is allocated or a transport is freed.
 """
 
 import mmap
@@ -20,12 +20,12 @@ from mpiddp.gpu.runtime cimport (
 from mpiddp.system.posix cimport getpid
 
 
-# What buckets that went away still use, see Note [Memory of a bucket that goes away].
+# Buckets without a user whose copies are not over, see Note [Memory of a bucket that goes away].
 _kept = []
 
 
 def _merged(ranges):
-    """Return pairs of first address and end so that those which touch are one."""
+    """Return pairs of first address and end, with those that touch merged."""
     result = []
     start, stop = None, None
     for first, end in sorted(ranges):
@@ -40,8 +40,8 @@ def _merged(ranges):
     return result
 
 
-# Not collected: copies may use this when whoever refers to it is garbage. It refers to nothing that
-# refers to it.
+# Without garbage collection: copies may use this when its last user is garbage. It is part of no
+# reference cycle.
 @cython.no_gc
 cdef class StagedBuckets:
     """One set of buckets: their memory on the device and on the host, and the events of copies.
@@ -52,7 +52,7 @@ cdef class StagedBuckets:
         runtime: of the device.
         device: its index.
         sizes: of the buckets in bytes, with their tails.
-        tails: what of each stays on the host, in bytes.
+        tails: how many bytes of each stay on the host.
         piece_bytes: the most that a piece holds, without the tail.
 
     Raises:
@@ -106,7 +106,7 @@ cdef class StagedBuckets:
 
     @property
     def piece_sizes(self):
-        """What of the host's memory each piece needs, in bytes, bucket by bucket."""
+        """How many bytes of host memory each piece needs, bucket by bucket."""
         cdef StagedBucket *bucket
         cdef size_t index, number
         sizes = []
@@ -206,7 +206,7 @@ cdef class StagedMemory(GpuMemory):
             _kept.append(buckets)
 
     cpdef int wait_on(self, size_t stream) except -1:
-        """Let what comes later on the stream wait for the means. Not collective."""
+        """Make later work on the stream wait for the means. Not collective."""
         cdef StagedBuckets buckets = self.owner
         cdef StagedBucket *bucket = <StagedBucket *>self.context
         cdef int code
@@ -218,5 +218,5 @@ cdef class StagedMemory(GpuMemory):
 
 
 def _forget_kept():
-    """Give back what is no longer in use of what went away. Not collective."""
+    """Let go of kept buckets that are no longer in use. Not collective."""
     _kept[:] = [buckets for buckets in _kept if (<StagedBuckets>buckets).busy()]

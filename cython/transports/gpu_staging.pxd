@@ -25,4 +25,4 @@ cdef class StagingTransport:
     cdef readonly size_t piece_bytes
     cdef Stream out
     cdef Stream back
-    cdef object allocated               # a set of StagedBuckets that lets go of them
+    cdef object allocated               # a weak set of StagedBuckets

@@ -1,21 +1,20 @@
 """The transport of buckets on a device: through pinned host memory, piece by piece.
 
 Below it lies the channel of another transport, which reduces host memory. A bucket is cut into
-pieces. Each is copied to the host as soon as the gradients are there, is an all-reduce of the
-channel below as soon as it has landed, and is copied back as soon as that is done: copies to the
+pieces. Each is copied to the host as soon as the gradients are there, is reduced by the channel
+below as soon as it has landed, and is copied back as soon as that is done: copies to the
 host, sums, the network and copies back of different pieces overlap.
 
 Note [Two waits]
 ~~~~~~~~~~~~~~~~
-Nobody reads a bucket before the stream that fills it has come to the end of that: the event
-`filled`, for which the stream of the copies waits. And nobody reads its means before they are back:
-the event `returned`, for which `wait_on` lets a stream wait. The host waits for neither; the
-engine asks for the events of the copies whenever it comes by.
+A bucket is read only after its stream has filled it: the stream of the copies waits for the event
+`filled`. Its means are read only after they are back: `wait_on` makes a stream wait for the event
+`returned`. The host waits for neither; the engine polls the events of the copies in each step.
 
 Note [Order of pieces]
 ~~~~~~~~~~~~~~~~~~~~~~
-The channel below gets pieces strictly in order of bucket and place, and that is the same on all
-ranks: a bucket that has landed waits until all pieces of those before it were queued.
+The channel below gets pieces strictly in order of bucket and offset, which is the same on all
+ranks: a bucket that has landed waits until all pieces of earlier buckets are queued.
 """
 
 import weakref
@@ -42,7 +41,7 @@ from mpiddp.engine.memory import allocate_pages
 from mpiddp.transports.gpu_staged_memory import _forget_kept
 
 
-# How long a waiting thread sleeps between two looks at the events of copies, in seconds.
+# How long a waiting thread sleeps before it polls the events of copies again, in seconds.
 cdef double COPY_CHECK = 50e-6
 
 cdef int copy_to_host(StagingState *state, StagedBucket *bucket, void *stream) noexcept nogil:
@@ -181,7 +180,7 @@ cdef Advance advance(Transport *transport, Job *job, int helping) noexcept nogil
     if transport.code != GPU_READY:
         return ADVANCE_FAILED
     status = move_pieces(state, bucket, job)
-    # The engine's own thread stays, see Note [Current devices].
+    # The engine's own thread keeps the device, see Note [Current devices].
     if not state.engine.on_thread:
         leave_gpu(state.functions, state.device, before)
     return status
@@ -193,7 +192,7 @@ cdef unsigned int take_ticket(Transport *transport) noexcept nogil:
 
 
 cdef void sleep(Transport *transport, unsigned int ticket, double seconds) noexcept nogil:
-    """Sleep until other ranks ring, where nothing but them is waited for."""
+    """Sleep until another rank rings, if only other ranks are waited for."""
     cdef StagingState *state = <StagingState *>transport
     cdef Transport *inner = state.inner.transport
     if state.queued == state.announced and inner.sleep != NULL:
@@ -205,7 +204,7 @@ cdef void sleep(Transport *transport, unsigned int ticket, double seconds) noexc
 cdef class StagingTransport:
     """Means of buckets on one device, reduced by the host.
 
-    Not collective (what it allocates is allocated on all ranks).
+    Not collective (but `allocate` and `free` are).
 
     Args:
         inner: the channel that reduces host memory; used by nothing else, and closed with this
@@ -252,7 +251,7 @@ cdef class StagingTransport:
 
         Args:
             sizes: of the buckets, with their tails.
-            tails: what of each, at its end, stays in host memory, in bytes; None: nothing.
+            tails: how many bytes at the end of each stay in host memory; None: none.
 
         Raises:
             GpuError: the runtime refuses to pin host memory or to make events.
@@ -288,7 +287,7 @@ cdef class StagingTransport:
         return memories
 
     def free(self):
-        """Free the streams, what is pinned and the transport below. Collective.
+        """Free the streams, the pinned memory and the transport below. Collective.
 
         Its channel must be closed.
         """

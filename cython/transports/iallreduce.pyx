@@ -4,8 +4,8 @@ Note [Out of place]
 ~~~~~~~~~~~~~~~~~~~
 The sum lands in a scratch chunk and is divided on its way back to the bucket.
 The division needs one pass over the data anyway, the scratch chunk stays in the
-cache, and Open MPI's Iallreduce takes half the time out of place (MPICH does not
-care).
+cache, and Open MPI's Iallreduce takes half the time out of place (in MPICH it makes
+no difference).
 
 Note [Sums of 16-bit gradients]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -13,7 +13,7 @@ float16 and bfloat16 are widened to float32, summed, divided, and rounded once.
 MPI has no portable datatype for either (`MPI.BFLOAT16_T` is null in Open MPI's and
 MPICH's wheels), and adding in 16 bits would round after each rank.
 
-What a chunk goes through is in chunk_sums.pyx.
+The steps of a chunk are in chunk_sums.pyx.
 """
 
 from libc.stdlib cimport free
@@ -72,7 +72,7 @@ cdef class IallreduceTransport:
         from mpi4py import MPI
 
         memset(&self.state, 0, sizeof(self.state))
-        # Before what may fail on one rank alone: it is collective.
+        # Collective, so it comes before what may fail on one rank alone.
         self.again = communicator.Dup()
         self.again.Set_errhandler(MPI.ERRORS_RETURN)
         check_errno(posix_memalign(&memory, ALIGNMENT, 2 * window * chunk_bytes), "posix_memalign")
@@ -99,7 +99,7 @@ cdef class IallreduceTransport:
         return allocate_private(sizes)
 
     def free(self):
-        """Free what was made of the communicator. Collective."""
+        """Free what was made from the communicator. Collective."""
         self.again.Free()
 
     @property

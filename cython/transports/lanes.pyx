@@ -1,17 +1,17 @@
-"""The transport between nodes: shared memory inside each, one MPI_Iallreduce a chunk between.
+"""The transport between nodes: shared memory within each, one MPI_Iallreduce per chunk between.
 
 Each node has as many lanes as the smallest node has ranks, and rank l of a node drives lane
 l: for every chunk of its lane it adds the chunks of the node's ranks, starts the all-reduce
 with rank l of the other nodes, and writes the mean to all ranks of its node. So all ranks of
-a node keep the network busy, each byte crosses it once a node, and the sum in the node, the
+a node keep the network busy, each byte crosses it once per node, and the sum in the node, the
 wire and the writing of different chunks overlap.
 
 Note [Chunks and windows]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 A whole bucket in one Iallreduce, or all chunks at once, use one direction of the link at a
 time (measured: twice the wire's time on Open MPI over TCP). With one or two chunks of 256 KB
-to 1 MB in flight a lane, both directions stay full.
-Chunks start in order of bucket and chunk on every rank of a lane, so MPI matches them alike.
+to 1 MB in flight per lane, both directions stay full.
+Chunks start in order of bucket and chunk on every rank of a lane, so that they match.
 The first chunk of bucket k belongs to lane k modulo the number of lanes: many small buckets
 are spread over all lanes, too.
 """
@@ -124,7 +124,7 @@ cdef class LaneTransport:
         communicator: an mpi4py communicator of all ranks.
         node: its ranks that share memory with this one, used by nothing else.
         chunk_bytes: size of a chunk in bytes of the bucket, a multiple of 64. 16-bit elements
-            travel as float32, in twice as many.
+            travel as float32, in twice as many bytes.
         window: chunks in flight at once in each lane, 1 to 16.
 
     Raises:
@@ -158,7 +158,7 @@ cdef class LaneTransport:
             self.lane_again = self.lane.Dup()
             self.lane.Set_errhandler(MPI.ERRORS_RETURN)
             self.lane_again.Set_errhandler(MPI.ERRORS_RETURN)
-        # Before what may fail on one rank alone: it is collective.
+        # Collective, so it comes before what may fail on one rank alone.
         self.bell = make_bell(node, <size_t>&self.state.shared)
         check_errno(posix_memalign(&memory, CACHE_LINE, 4 * window * chunk_bytes), "posix_memalign")
         self.memory = <char *>memory

@@ -8,14 +8,14 @@ cdef enum:
 
 
 cdef struct Bell:
-    # One a transport, in shared memory: rung when a waiting rank may find something to do.
-    uint32_t rung           # how often, a futex
+    # One per transport, in shared memory: rung when a waiting rank may find something to do.
+    uint32_t rung           # how often: a futex
     uint32_t sleepers
     char padding[CACHE_LINE - 8]
 
 
 cdef struct Meeting:
-    # One a bucket, in shared memory, followed by a claim for each chunk. All numbers only
+    # One per bucket, in shared memory, followed by a claim for each chunk. All numbers only
     # grow: in the n-th round of a bucket they are compared with n times what a round adds.
     uint32_t arrived        # ranks that have filled the bucket
     char padding[CACHE_LINE - 4]
@@ -56,7 +56,7 @@ cdef class SharedBuckets:
     cdef list mappings
 
 
-# What a transport that meets in shared memory and reduces in another way needs.
+# For transports whose ranks meet in shared memory too, but reduce in another way.
 cdef void announce(Transport *transport, Job *job) noexcept nogil
 cdef int all_arrived(SharedState *state, SharedBucket *bucket) noexcept nogil
 cdef int all_finished(SharedBucket *bucket) noexcept nogil

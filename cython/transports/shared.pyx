@@ -1,9 +1,9 @@
-"""The transport inside a node: ranks reduce straight in each other's buckets.
+"""The transport inside a node: ranks reduce directly in each other's buckets.
 
-All ranks' buckets are mapped into all of them (shared_memory.pyx). When the last rank has
-filled a bucket, each rank takes chunks of it: it adds the chunk of all ranks, always in
-order of rank, divides, and writes the mean where each rank reads it. Nothing is copied,
-and nobody sends anything.
+Every rank maps the buckets of all ranks (shared_memory.pyx). When the last rank has
+filled a bucket, each rank takes chunks of it: it adds that chunk of all ranks, always in
+order of rank, divides, and writes the mean to all of them. Nothing is copied, and
+nobody sends anything.
 
 Note [Who reduces a chunk]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -216,7 +216,7 @@ cdef class SharedBuckets:
         cdef Mapping mapping
         cdef SharedBucket *bucket
         chunk_counts = [-(-size // chunk_bytes) for size in sizes]
-        # First where the ranks meet, used in rank 0's piece only; then the gradients.
+        # First the meetings, used in rank 0's piece only; then the gradients.
         meetings = [sizeof(Meeting) + _whole_lines(4 * chunks) for chunks in chunk_counts]
         self.mappings = shared_memory.allocate(
             node, sum(meetings) + sum([_whole_lines(size) for size in sizes]) + CACHE_LINE
@@ -273,7 +273,7 @@ cdef class SharedTransport:
     Args:
         node: an mpi4py communicator whose ranks share memory, used by nothing else.
         chunk_bytes: what a rank takes at once, in bytes of one bucket, a multiple of 64.
-        crowded: there are more ranks than cores; who waits sleeps at once.
+        crowded: there are more ranks than cores; a waiting rank sleeps at once.
         wants_thread: there are cores to spare; the engine thread reduces as well.
 
     Raises:

@@ -1,7 +1,7 @@
 """Copy tensors from one rank of a node to the others through memory that they share.
 
-A module's buffers go this way at each forward. There are two areas, used in turn: the
-rank that writes need not wait for those that still read the round before.
+A module's buffers are sent this way at each forward. There are two areas, used in turn:
+the rank that writes need not wait for those that still read the round before.
 """
 
 from cpython.exc cimport PyErr_CheckSignals
@@ -40,12 +40,12 @@ cdef class SharedBroadcast:
     """Areas of `capacity` bytes that all ranks of a node see, and whose turn it is.
 
     Collective over `node`. In each round one rank calls `begin`, fills the area and calls
-    `publish`; each other one calls `wait`, reads the area and calls `consume`.
+    `publish`; every other rank calls `wait`, reads the area and calls `consume`.
 
     Args:
         node: an mpi4py communicator whose ranks share memory.
         capacity: in bytes, the same on all ranks.
-        crowded: there are more ranks than cores; who waits sleeps at once.
+        crowded: there are more ranks than cores; a waiting rank sleeps at once.
 
     Raises:
         OSError: the ranks cannot share memory; raised on all ranks.
@@ -105,7 +105,7 @@ cdef class SharedBroadcast:
         ring(self.state.bell)
 
     def wait(self, double timeout):
-        """Take part in a round as a rank that reads; return whether all came in time.
+        """Take part in a round as a rank that reads; return whether its bytes came in time.
 
         Collective.
         """

@@ -1,23 +1,23 @@
-"""Memory that the ranks of a node share: a piece a rank, mapped by all of them.
+"""Memory that the ranks of a node share: one piece per rank, mapped by all of them.
 
 Note [Anonymous files instead of windows]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Each rank makes its piece as an anonymous file (memfd_create) and the others open it
-through /proc. Compared with MPI_Win_allocate_shared: nothing is printed and no progress
-thread started by the MPI, the limits on /dev/shm in containers do not count, nothing is
-left behind when a job is killed, and each piece lives as long as anybody maps it, so that
-a gradient may outlive its model and nothing collective happens at garbage collection.
+through /proc. Compared with MPI_Win_allocate_shared: MPI prints nothing and starts no
+progress thread, the limits on /dev/shm in containers do not apply, nothing is left behind
+when a job is killed, and each piece lives as long as anybody maps it, so that a gradient
+may outlive its model and garbage collection is never collective.
 posix_fallocate takes the pages at once: too little memory is an error here instead of a
-bus error in backward, and they come from the memory next to their owner's core.
+bus error in backward, and the pages come from the memory next to their owner's core.
 
 Note [Memory in forked children]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A child of fork() has the same mappings, so what it wrote to a gradient, all ranks would train
-with. Therefore each rank keeps the file of its own piece open, and in a child that piece is mapped
-anew at the same address, as private: it reads what is there, as long as it writes nothing it also
-sees what its parent writes later, and what it writes nobody else sees. Nothing is copied at the
-fork. The pieces of other ranks are taken from it; only the reducer knows their addresses.
-All forks of the C library are seen, so those of other languages' libraries too.
+A child of fork() has the same mappings, so all ranks would train with what it wrote to a gradient.
+Therefore each rank keeps the file of its own piece open, and in a child that piece is mapped anew
+at the same address, as private. The child reads what is there. As long as it writes nothing, it
+also sees what its parent writes later; what it writes, nobody else sees. Nothing is copied at the
+fork. The pieces of other ranks are taken from the child; only the reducer knows their addresses.
+All calls of the C library's fork() are seen, so those from libraries in other languages too.
 """
 
 import os
@@ -57,7 +57,7 @@ cdef enum:
     # Of Linux 6.3 and newer; administrators may refuse files without it (vm.memfd_noexec).
     MFD_NOEXEC_SEAL = 0x0008
 
-# All mappings of this process, and what guards the list while it forks.
+# All mappings of this process, and the lock of that list, which a fork holds too.
 cdef Segment *segments = NULL
 cdef pthread_mutex_t segments_lock
 
@@ -71,7 +71,7 @@ cdef void after_fork() noexcept nogil:
 
 
 cdef int is_open(Segment *segment) noexcept nogil:
-    """Return whether the descriptor is still that of the file: programs close what they find."""
+    """Return whether the descriptor is still that of the file: programs may close all they find."""
     cdef file_status status
     return (
         segment.descriptor >= 0
@@ -82,7 +82,7 @@ cdef int is_open(Segment *segment) noexcept nogil:
 
 
 cdef void after_fork_in_child() noexcept nogil:
-    """Take all mappings out of the memory that the ranks share; nothing else runs by then."""
+    """Take all mappings out of the memory that the ranks share; no other thread runs yet."""
     cdef Segment *segment = segments
     cdef int kept
     while segment != NULL:
@@ -95,7 +95,7 @@ cdef void after_fork_in_child() noexcept nogil:
             close(segment.descriptor)
             segment.descriptor = -1
         if not kept and not segment.private:
-            # The addresses stay taken, for `munmap` to find nobody else's memory there.
+            # The addresses stay taken, so that `munmap` finds nobody else's memory there.
             mmap(
                 segment.address, segment.size, PROT_NONE,
                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0,

@@ -42,11 +42,11 @@ def broadcast(group: Group, tensors: Sequence[torch.Tensor], root: int) -> Opera
 def all_gather(group: Group, outputs: Lists, inputs: Sequence[torch.Tensor]) -> Operation:
     """Gather each input from all ranks into a list. Collective.
 
-    Sizes may differ over ranks. The result is for each input, where all are of one shape, one
-    tensor of all ranks', as with NCCL: torch's quantization hooks index it by rank.
+    Sizes may differ over ranks. If an input has the same shape on all ranks, its result is one
+    stacked tensor, as with NCCL: torch's quantization hooks index it by rank.
 
     Raises:
-        ValueError: a list has not one tensor a rank, or this rank's is of another size or dtype.
+        ValueError: a list does not have one tensor per rank, or this rank's size or dtype differs.
     """
     pending: list[Pending] = []
     gathered = []
@@ -75,7 +75,7 @@ def all_gather_single(
     """Gather equal inputs from all ranks, each into one output. Collective.
 
     Raises:
-        ValueError: an output has not the size of all inputs, or another dtype.
+        ValueError: an output's size is not that of all inputs together, or its dtype differs.
     """
     pending: list[Pending] = []
     targets = []
@@ -99,10 +99,10 @@ def all_gather_single(
 
 
 def gather(group: Group, outputs: Lists, inputs: Sequence[torch.Tensor], root: int) -> Operation:
-    """Gather each input from all ranks into a list on one. Collective. Sizes may differ.
+    """Gather each input from all ranks into a list on one rank. Collective. Sizes may differ.
 
     Raises:
-        ValueError: the list on `root` has not one tensor a rank.
+        ValueError: the list on `root` does not have one tensor per rank.
     """
     nothing = [None] * group.size()
     pending: list[Pending] = []
@@ -125,10 +125,10 @@ def gather(group: Group, outputs: Lists, inputs: Sequence[torch.Tensor], root: i
 
 
 def scatter(group: Group, outputs: Sequence[torch.Tensor], inputs: Lists, root: int) -> Operation:
-    """Give each rank its tensor of a list on one of them. Collective. Sizes may differ.
+    """Give each rank its tensor from a list on one rank. Collective. Sizes may differ.
 
     Raises:
-        ValueError: the list on `root` has not one tensor a rank.
+        ValueError: the list on `root` does not have one tensor per rank.
     """
     nothing = [None] * group.size()
     pending: list[Pending] = []
@@ -150,15 +150,15 @@ def scatter(group: Group, outputs: Sequence[torch.Tensor], inputs: Lists, root: 
 def all_to_all(
     group: Group, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> Operation:
-    """Send the tensor of a list to each rank, receive one from each. Collective.
+    """Send each rank its tensor of a list, receive one from each. Collective.
 
     Raises:
-        ValueError: a list has not one tensor a rank.
+        ValueError: a list does not have one tensor per rank.
     """
     check_number(group, "all_to_all", "output", outputs)
     check_number(group, "all_to_all", "input", inputs)
     targets = [packing.dense(part) for part in outputs]
-    # By storages: comparing each with each takes long with many ranks.
+    # Compared by storage: comparing all pairs takes long with many ranks.
     written = {target.untyped_storage().data_ptr() for target in targets}
     sources = [packing.dense(part) for part in inputs]
     sources = [s.clone() if s.untyped_storage().data_ptr() in written else s for s in sources]
@@ -185,7 +185,7 @@ def all_to_all_single(
         input_splits: rows for each rank; empty: all equal.
 
     Raises:
-        RuntimeError: the rows cannot be cut like that (torch's own type for it).
+        RuntimeError: the rows cannot be cut like that (torch raises this type).
         TypeError: the dtypes differ.
     """
     if output.dtype != tensor.dtype:
@@ -200,14 +200,14 @@ def all_to_all_single(
         )
         yield group.pending(request, "MPI_Ialltoall", source, target)
     else:
-        # Its size on this rank says nothing of the others', which must choose the same way.
+        # Sizes may differ between ranks, but all must choose the same way.
         yield point_to_point.exchange(group, _cut(source, sizes_out), _cut(target, sizes_in))
     packing.write_back(target, output)
     return [output]
 
 
 def check_number(group: Group, name: str, what: str, tensors: Sequence[object]) -> None:
-    """Raise ValueError unless there is one tensor a rank. Not collective."""
+    """Raise ValueError unless there is one tensor per rank. Not collective."""
     if len(tensors) != group.size():
         raise ValueError(
             f"{name} needs {group.size()} {what} tensors, one a rank, not {len(tensors)}"
@@ -243,7 +243,7 @@ def _split_sizes(group: Group, what: str, tensor: torch.Tensor, splits: Sequence
 
 
 def _spec(flat: torch.Tensor, sizes: list[int]) -> list[Any]:
-    """Return memory for one part a rank, as mpi4py takes it."""
+    """Return memory for one part per rank, as mpi4py takes it."""
     return [datatypes.buffer_of(flat)[0], sizes, None, MPI.BYTE]
 
 
@@ -273,8 +273,8 @@ def _iallgather_list(
 ) -> tuple[list[Pending], torch.Tensor | None]:
     """Gather into a list of tensors; the second result is memory that must be unpacked, if any.
 
-    A copy of all parts would take as long as their transfer. So MPI gets one address, the lowest,
-    and writes each part at its distance from there, where distances are what it can express.
+    A copy of all parts would take as long as their transfer. So MPI gets the lowest address, and
+    writes each part at its displacement from there, if MPI can express all displacements.
     """
     sizes = sizes_in_bytes(output)
     if sum(sizes) > point_to_point.LARGEST_COUNT:

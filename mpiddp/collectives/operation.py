@@ -26,7 +26,7 @@ class Group(Protocol):
 
     @property
     def communicator(self) -> MPI.Intracomm:
-        """Of the group's ranks; operations are started on it in the same order on all of them."""
+        """The group's communicator; operations start on it in the same order on all ranks."""
 
     def pending(self, request: MPI.Request, call: str, *memory: object) -> Pending:
         """Return what to yield for a request that the MPI function `call` has made.

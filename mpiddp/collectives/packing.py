@@ -1,4 +1,4 @@
-"""What happens to tensors before and after MPI has moved their bytes. Nothing is collective."""
+"""What happens to tensors before and after MPI moves their bytes. Nothing is collective."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def dense(tensor: torch.Tensor, anywhere: bool = False) -> torch.Tensor:
 
     Args:
         tensor: any strides, conjugated or not.
-        anywhere: it may be on a GPU, where the copy is then made.
+        anywhere: allow a tensor on a GPU; a copy is made there.
 
     Raises:
         ValueError: it is not on the CPU.
@@ -34,7 +34,7 @@ def dense(tensor: torch.Tensor, anywhere: bool = False) -> torch.Tensor:
 def check_on_host(tensors: Sequence[torch.Tensor]) -> None:
     """Raise ValueError unless all tensors are on the CPU.
 
-    Of a call whose first tensor is not, none comes here: see Note [Operations on copies].
+    If a call's first tensor is not, its tensors do not come here: see Note [Operations on copies].
     """
     for tensor in tensors:
         if not tensor.is_cpu:
@@ -78,7 +78,7 @@ def sizes_in_bytes(tensors: Sequence[torch.Tensor]) -> list[int]:
 def room_for(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return memory for the bytes of `parts`, to be given to `unpack`.
 
-    It is their own where that lies one behind the other.
+    It is their own memory if they follow each other in one storage.
     """
     whole = as_one(parts)
     if whole is not None:
@@ -87,7 +87,7 @@ def room_for(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def unpack(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Copy bytes that lie one behind the other into tensors of any dtypes and strides."""
+    """Copy the bytes in `flat`, part by part, into tensors of any dtypes and strides."""
     if not parts or flat.data_ptr() == parts[0].data_ptr():
         return
     with torch.no_grad():
@@ -122,9 +122,9 @@ def as_one(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def scale(contribution: torch.Tensor, ranks: int) -> None:
-    """Multiply floats in place by `scale_of` so many ranks."""
+    """Multiply floats in place by ``scale_of(ranks)``."""
     if contribution.dtype.is_complex:
-        # The imaginary part of a factor, zero, would make NaN of infinities.
+        # A complex factor's zero imaginary part would turn infinities into NaN.
         contribution = torch.view_as_real(contribution)
     contribution.mul_(scale_of(ranks))
 
@@ -138,8 +138,8 @@ def divide(total: torch.Tensor, divisor: float) -> None:
     elif total.dtype.is_signed or total.dtype is torch.uint8:
         total.div_(divisor, rounding_mode="trunc")
     else:
-        # torch has no division of the wider unsigned integers. The clone, because a tensor whose
-        # memory numpy has seen cannot be resized any more.
+        # torch cannot divide the wider unsigned integers. Cloned, because a tensor whose memory
+        # numpy has seen can no longer be resized.
         total.copy_(torch.from_numpy(total.clone().numpy() // divisor))
 
 

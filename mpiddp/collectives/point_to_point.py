@@ -1,8 +1,8 @@
 """Messages from rank to rank: torch's send and recv, and what is too large for MPI's counts.
 
-Counts and displacements are C ints before MPI-4 (Open MPI 5 still has no others), so what has
-more elements goes in pieces. A reduction or a broadcast is cut into several of its kind; where
-displacements would be too large, everybody sends to everybody.
+Counts and displacements are C ints before MPI-4 (Open MPI 5 still has no others), so
+whatever has more elements goes in pieces. A reduction or a broadcast is cut into several of its
+kind; where displacements would be too large, every rank sends to every rank.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ LARGEST_COUNT = 2**62 if MPI.Get_version() >= (4, 0) else 2**31 - 1
 
 ANY_SOURCE = -1
 
+# Kinds of messages with tags of their own.
+EXCHANGE, BARRIER = 0, 1
+
 
 def pieces(flat: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return the views of a contiguous tensor that MPI can count; one at least. Not collective."""
+    """Return views of a contiguous tensor that MPI can count; at least one. Not collective."""
     if flat.numel() <= LARGEST_COUNT:
         return (flat,)
     return torch.split(flat.detach().view(-1), LARGEST_COUNT)
@@ -53,7 +56,7 @@ def receive(group: Group, tensors: list[torch.Tensor], source: int, tag: int) ->
     """Receive tensors from one rank, or from any. Not collective.
 
     Raises:
-        RuntimeError: a message has not as many bytes as the tensor.
+        RuntimeError: a message and its tensor differ in size.
     """
     rank = MPI.ANY_SOURCE if source == ANY_SOURCE else source
     tag = _checked(group, rank, tag)
@@ -104,14 +107,14 @@ def exchange(
     outgoing: Sequence[torch.Tensor | None],
     incoming: Sequence[torch.Tensor | None],
 ) -> list[Pending]:
-    """Start sending to each rank its bytes, and receiving each one's. Collective.
+    """Start sending each rank its bytes, and receiving from each. Collective.
 
     Args:
         group: the process group.
         outgoing: for each rank a contiguous tensor, or None for nothing.
         incoming: the same; what comes from this rank itself is copied at once.
     """
-    tag = _largest_tag()
+    tag = own_tag(EXCHANGE)
     own = group.rank()
     waited = []
     for rank, target in enumerate(incoming):
@@ -131,8 +134,9 @@ def exchange(
 
 
 @functools.cache
-def _largest_tag() -> int:
-    return int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)  # the least that MPI allows
+def own_tag(kind: int) -> int:
+    """Return a tag that messages of the user never have: of `EXCHANGE` or `BARRIER`."""
+    return int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) - kind  # the least that MPI allows
 
 
 def _checked(group: Group, rank: int, tag: int) -> int:
@@ -143,8 +147,7 @@ def _checked(group: Group, rank: int, tag: int) -> int:
     """
     if rank != MPI.ANY_SOURCE and not 0 <= rank < group.size():
         raise ValueError(f"there is no rank {rank} in a group of {group.size()}")
-    # The largest one is taken by `exchange`.
-    largest = _largest_tag() - 1
+    largest = own_tag(max(EXCHANGE, BARRIER)) - 1
     if not 0 <= tag <= largest:
         raise ValueError(f"tag must be 0 to {largest} with this MPI, not {tag}")
     return tag

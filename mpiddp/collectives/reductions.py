@@ -1,14 +1,14 @@
 """The process group's reductions: all_reduce, reduce and reduce_scatter.
 
-16-bit floats are reduced in float32 and rounded once; `mpiddp.mpi.datatypes` says in what each
-dtype is reduced. All are operations as Note [An operation is a generator] describes.
+16-bit floats are reduced in float32 and rounded once; `mpiddp.mpi.datatypes` says which
+dtype each is reduced in. All are operations as Note [An operation is a generator] describes.
 
 Note [Averages in range]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-A sum may overflow where the average does not. For AVG, floats are multiplied by a power of two, so
-small that the sum is finite, and the sum is divided by what is left. That changes no bit but those
-of averages so small that their sum would be subnormal. Gradients of DistributedDataParallel keep
-these too: see Note [Sums that overflow in MPI].
+A sum may overflow where the average does not. For AVG, floats are first multiplied by a power of
+two that keeps the sum finite, and the sum is divided by the rest of the divisor. This changes bits
+only of averages so small that their sum would be subnormal. Gradients of DistributedDataParallel
+keep even those bits: see Note [Sums that overflow in MPI].
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ if TYPE_CHECKING:
     from mpiddp.engine.requests import Pending
 
 
-# From so many bytes on a reduction to one rank is made on all: there MPI_Ireduce of Open MPI and
-# of MPICH was up to three times as slow.
+# From this many bytes on, a reduction to one rank is done as an all-reduce: there MPI_Ireduce of
+# Open MPI and of MPICH was up to three times as slow.
 _REDUCED_BY_ALL = 2 << 20
 
-# From so many bytes on, as they are sent, each rank adds up what the others send it: Open MPI's
-# nonblocking reduce_scatter takes three to four times as long, MPICH's somewhat longer.
+# From this many bytes on, in the dtype of the sum, each rank adds up what the others send it: Open
+# MPI's nonblocking reduce_scatter takes three to four times as long, MPICH's somewhat longer.
 _SUMMED_HERE = 512 << 10
-# Whose sums torch rounds, or wraps around, as MPI does.
+# Dtypes whose sums torch rounds, or wraps around, as MPI does.
 _SUMMED_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.complex64)
 
 
 def all_reduce(group: Group, tensors: Sequence[torch.Tensor], op: dist.ReduceOp) -> Operation:
     """Reduce each tensor over all ranks in place. Collective."""
     if len(tensors) > 1:
-        # Refused while nothing is under way.
+        # Refuse before anything is under way.
         packing.check_on_host(tensors)
     pending: list[Pending] = []
     started = []
     for tensor in tensors:
         how = datatypes.reduction(tensor.dtype, op)
-        # In place on every rank, as MPI wants it, whatever the layouts of their tensors are.
+        # In place on every rank, as MPI requires, whatever the layouts of their tensors are.
         total = _contribution(group, tensor, how, op, in_place=len(tensors) == 1)
         started.append((total, tensor, how))
         pending += _iallreduce(group, total, total, how)
@@ -104,10 +104,10 @@ def reduce_scatter(
     inputs: Sequence[Sequence[torch.Tensor]],
     op: dist.ReduceOp,
 ) -> Operation:
-    """Reduce lists of one tensor a rank, and give each rank its own. Collective.
+    """Reduce lists of one tensor per rank, and give each rank its own. Collective.
 
     Raises:
-        ValueError: a list has not one tensor a rank, or this rank's tensors differ in size.
+        ValueError: a list does not have one tensor per rank, or this rank's tensors differ in size.
         TypeError: the dtypes differ.
     """
     pending: list[Pending] = []
@@ -142,7 +142,7 @@ def reduce_scatter_single(
     """Reduce tensors, and give each rank an equal part of each. Collective.
 
     Raises:
-        ValueError: an input has not as many elements as all ranks' outputs.
+        ValueError: an input does not have as many elements as all ranks' outputs together.
         TypeError: the dtypes differ.
     """
     pending: list[Pending] = []
@@ -175,7 +175,7 @@ def reduce_scatter_single(
 
 
 def all_reduce_sparse(group: Group, tensor: torch.Tensor, opts: Any) -> None:
-    """Sum sparse COO tensors of all ranks in place. Collective; of several steps."""
+    """Sum sparse COO tensors of all ranks in place. Collective, in several steps."""
     gathering = AllgatherOptions()
     gathering.asyncOp = False
     if opts is not None:
@@ -185,7 +185,7 @@ def all_reduce_sparse(group: Group, tensor: torch.Tensor, opts: Any) -> None:
     sizes = torch.tensor([own._nnz(), own.sparse_dim()])
     group.all_gather_single(everyone, sizes, gathering).wait()
     counts, sparse_dims = everyone.view(-1, 2).t().tolist()
-    # A tensor without entries may be split in sparse and dense dimensions anyhow.
+    # A tensor without entries may have any split into sparse and dense dimensions.
     splits = {dim for count, dim in zip(counts, sparse_dims, strict=True) if count}
     if not splits:
         return
@@ -199,7 +199,7 @@ def all_reduce_sparse(group: Group, tensor: torch.Tensor, opts: Any) -> None:
     all_indices = [indices.new_empty(sparse_dim, count) for count in counts]
     all_values = [values.new_empty(count, *values.shape[1:]) for count in counts]
     group.allgather([all_indices, all_values], [indices, values], gathering).wait()
-    # Summed in order of ranks by coalesce(), so all ranks get the same bits.
+    # coalesce() sums in the order of ranks, so all ranks get the same bits.
     total = torch.sparse_coo_tensor(
         torch.cat(all_indices, dim=1),
         torch.cat(all_values),
@@ -216,9 +216,9 @@ def _contribution(
     op: dist.ReduceOp,
     in_place: bool = False,
 ) -> torch.Tensor:
-    """Return what this rank gives to a reduction: its own memory, where that will do.
+    """Return this rank's input to a reduction: the tensor's own memory, where that will do.
 
-    `in_place`: that memory, and no other tensor's, is overwritten in any case.
+    `in_place`: the reduction overwrites that memory anyway, and no other tensor's.
     """
     contribution = packing.dense(tensor)
     if contribution.dtype != how.dtype or contribution.requires_grad:
@@ -239,7 +239,7 @@ def _has_fractions(tensor: torch.Tensor) -> bool:
 
 
 def _target(tensor: torch.Tensor, how: ReductionRule) -> torch.Tensor:
-    """Return where a result for `tensor` may land: its own memory, where that will do."""
+    """Return memory for a result for `tensor`: its own, where that will do."""
     if tensor.dtype == how.dtype:
         total = packing.dense(tensor)
         return total.detach() if total.requires_grad else total
@@ -258,7 +258,7 @@ def _finish(group: Group, total: torch.Tensor, tensor: torch.Tensor, how: Reduct
 
 
 def _summed_here(count: int, how: ReductionRule) -> bool:
-    """Return whether the ranks add up their parts of a reduce_scatter by themselves.
+    """Return whether the ranks themselves add up their parts of a reduce_scatter.
 
     Depends on nothing that differs over ranks.
     """
@@ -273,7 +273,7 @@ def _summed_here(count: int, how: ReductionRule) -> bool:
 def _exchange_parts(
     group: Group, parts: Sequence[torch.Tensor]
 ) -> tuple[list[Pending], list[torch.Tensor]]:
-    """Send each rank its part as it is; return what will be every rank's for this one."""
+    """Send each rank its part unchanged; return memory for every rank's part for this one."""
     sent = [packing.dense(part).detach() for part in parts]
     own = group.rank()
     received = [torch.empty_like(sent[own]) for _ in sent]
@@ -286,7 +286,7 @@ def _exchange_parts(
 def _add_up(
     group: Group, parts: list[torch.Tensor], total: torch.Tensor, how: ReductionRule
 ) -> None:
-    """Write the sum of parts to `total`, in order of ranks, so that it is the same in each run."""
+    """Write the sum of parts to `total`, in the order of ranks: the same in each run."""
     if not parts:
         return
     # This rank's part may lie in the output, which is written first.
@@ -301,7 +301,7 @@ def _add_up(
                 total.add_(scaled)
             return
         for part in parts[1:]:
-            total.add_(part.to(total.dtype))  # torch adds no uint16 to an int32
+            total.add_(part.to(total.dtype))  # torch cannot add a uint16 to an int32
 
 
 def _iallreduce(

@@ -1,4 +1,4 @@
-"""What the arguments of DistributedDataParallel must be, checked before anything is sent."""
+"""Check the arguments of DistributedDataParallel before anything is sent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_module(module: object) -> None:
     """Check that a module's parameters and buffers can be replicated. Not collective.
 
     Raises:
-        TypeError: it is no module, or some tensor cannot be replicated or averaged.
+        TypeError: it is not a module, or some tensor cannot be replicated or averaged.
         ValueError: some tensor is neither on the CPU nor on a GPU of CUDA or ROCm.
     """
     if not isinstance(module, torch.nn.Module):
@@ -62,14 +62,14 @@ def check_module(module: object) -> None:
 
 
 def check_flags(arguments: Mapping[str, object]) -> None:
-    """Check the arguments that are to be true or false, or None. Not collective.
+    """Check the arguments that must be true, false or None. Not collective.
 
     Raises:
         TypeError: one of them is something else.
     """
     for name in _FLAGS:
         value = arguments[name]
-        # numpy's bool is none of Python's, and 0 and 1 serve as flags in many a script.
+        # numpy's bool is not Python's, and many scripts use 0 and 1 as flags.
         if value is not None and not isinstance(value, bool | int | numpy.bool_):
             raise TypeError(f"{name} must be a bool, not {value!r}")
 
@@ -78,7 +78,7 @@ def check_bucket_sizes(size: float | None, sizes: Sequence[int] | None) -> None:
     """Check `bucket_cap_mb` and `bucket_cap_mb_list`. Not collective.
 
     Raises:
-        TypeError: one is no number, or `sizes` no list.
+        TypeError: one is not a number, or `sizes` is not a list.
         ValueError: one is negative or not finite.
     """
     if sizes is not None and not isinstance(sizes, list | tuple):
@@ -95,10 +95,10 @@ def check_bucket_sizes(size: float | None, sizes: Sequence[int] | None) -> None:
 def check_devices(module: torch.nn.Module, device_ids: object, output_device: object) -> None:
     """Check that no device is asked for if a module is on the CPU. Not collective.
 
-    What they may be for a module on GPUs, torch's class checks.
+    torch's class checks them for a module on GPUs.
 
     Raises:
-        ValueError: one is.
+        ValueError: one is asked for.
     """
     if not _is_on_cpu(module):
         return
@@ -119,7 +119,7 @@ def has_streams(module: torch.nn.Module) -> bool:
 
 
 def check_process_group(process_group: object, device_mesh: Any) -> None:
-    """Check that the group, that of the mesh or the world is one of mpiddp. Not collective.
+    """Check that the given group, the mesh's or the world is one of mpiddp. Not collective.
 
     Raises:
         TypeError: it is another backend's.

@@ -1,13 +1,12 @@
-"""Refuse backward passes of torch.distributed.autograd, which reach no hook of a parameter.
+"""Refuse backward passes of torch.distributed.autograd, which call no hooks of parameters.
 
 Note [Distributed autograd]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 `torch.distributed.autograd.backward` keeps gradients in its context instead of `.grad` and calls
-no post-accumulate hooks, so nothing would be averaged, on any rank, without a word. Hooks of the
-module's outputs do run in it. They tell it apart: on the CPU its own loop runs the graph, in which
-no node is the current one; threads of other devices execute no node that accumulates a
-gradient. Outputs get such a hook only where torch's RPC is set up, without which there is no
-distributed autograd.
+no post-accumulate hooks, so gradients would silently not be averaged, on any rank. Hooks of the
+module's outputs do run in it, and recognise it: on the CPU its own loop runs the graph and sets no
+current node; the threads of other devices execute no node that accumulates a gradient. Outputs get
+such a hook only if torch's RPC is set up: without it there is no distributed autograd.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def _refusal(parameters: Sequence[torch.Tensor], rank: int) -> Callable[[torch.T
             f"forward inside of `with model.no_sync():` and all-reduce the gradients of the "
             f"context."
         )
-        # torch's engine keeps nothing of an error from Python but "python_error".
+        # torch's engine reduces an error from Python to the text "python_error".
         print(message, file=sys.stderr, flush=True)
         raise RuntimeError(message)
 

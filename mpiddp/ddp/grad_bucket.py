@@ -9,10 +9,10 @@ from torch._C._distributed_c10d import GradBucket as _TorchBucket
 
 
 class GradBucket:
-    """What a communication hook gets; it answers to the calls of torch's `dist.GradBucket`.
+    """The argument of a communication hook, with the methods of torch's `dist.GradBucket`.
 
-    Not collective. torch's own has no Python constructor. One difference: `gradients` are right
-    for parameters that are not contiguous too, where torch's have their elements mixed up.
+    Not collective. torch's own has no Python constructor. One difference: `gradients` is right for
+    parameters that are not contiguous too; torch's has their elements in the wrong places.
 
     Args:
         index: position of the bucket in launch order.
@@ -35,7 +35,7 @@ class GradBucket:
 
     @property  # type: ignore[misc]  # read only
     def __class__(self) -> type:
-        """The class of torch, so that isinstance in a hook holds; nobody can derive from it."""
+        """Torch's class, so that isinstance works in a hook; it cannot be subclassed."""
         return _TorchBucket
 
     def index(self) -> int:
@@ -54,7 +54,7 @@ class GradBucket:
         if self._buffer.layout is not torch.strided:
             return []
         sizes = [parameter.numel() for parameter in self._parameters]
-        # What a hook has put in place of the buffer may be longer.
+        # A buffer that a hook has set may be longer.
         parts = torch.split(self._buffer.narrow(0, 0, sum(sizes)), sizes)
         return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
 
@@ -67,10 +67,10 @@ class GradBucket:
         return self._is_last
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Let `buffer` and `gradients` give another tensor from now on.
+        """Replace the tensor that `buffer` and `gradients` return.
 
         Raises:
-            TypeError: it is no tensor.
+            TypeError: it is not a tensor.
         """
         if not isinstance(buffer, torch.Tensor):
             raise TypeError(f"set_buffer() needs a torch.Tensor, not {type(buffer).__name__}")

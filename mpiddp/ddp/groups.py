@@ -27,7 +27,7 @@ def group_of(communicator: MPI.Comm) -> ProcessGroup:
     """Return a process group of the ranks of `communicator`, in their order.
 
     Collective over `communicator`, which it neither keeps nor uses. Communicators of the same
-    ranks get the same group; that of all ranks is the world.
+    ranks get the same group; one of all ranks gets the world.
 
     Raises:
         RuntimeError: there is no process group of mpiddp yet.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @skip_compilation
 class HookRegistration(TorchWrapper):
-    """torch's wrapper with hooks that our reducer calls, or does without Python. Collective."""
+    """torch's wrapper with hooks that our reducer calls, or runs without Python. Collective."""
 
     process_group: ProcessGroup
     reducer: TorchReducer  # type: ignore[assignment]  # answers to the same calls as torch's
@@ -35,29 +35,28 @@ class HookRegistration(TorchWrapper):
         """Let a hook reduce gradients, or change how they travel. Overrides torch's method.
 
         Collective: all ranks register the same hook, between two backward passes. With a hook
-        nothing is divided by the number of ranks: the hook does that.
+        the reducer does not divide by the number of ranks: the hook does that.
 
-        These hooks are recognised and done without Python, see `mpiddp.compression`:
+        These hooks are recognised and run without Python, see `mpiddp.compression`:
         `mpiddp.compression.fp16` and `bf16`, and `fp16_compress_hook`, `bf16_compress_hook` and
         `allreduce_hook` of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``.
 
-        Any other is called as ``hook(state, bucket)`` for each bucket that is full, in order of
-        their indices, while backward runs. Which parameters have gradients still travels by
-        itself, so that every backward pass waits for all ranks whatever the hook does.
+        Any other is called as ``hook(state, bucket)`` for each full bucket, in order of their
+        indices, while backward runs. The reducer still sends which parameters have gradients, so
+        every backward pass waits for all ranks whatever the hook does.
 
         Args:
-            state: what the hook gets as its first argument. For hooks that are recognised: a
-                process group, None for this module's; with another one than this module's they
-                are called as well.
-            hook: takes `state` and a `mpiddp.ddp.grad_bucket.GradBucket`, which answers to the
-                calls of torch's, and returns a ``torch.futures.Future`` of one tensor of the
-                shape of ``bucket.buffer()``. What collectives of mpiddp's groups return is
-                completed by then: they do not run beside backward.
+            state: the hook's first argument. For recognised hooks: a process group, None for this
+                module's; with another group they are called in Python too.
+            hook: takes `state` and a `mpiddp.ddp.grad_bucket.GradBucket`, which has the methods of
+                torch's, and returns a ``torch.futures.Future`` of one tensor of the shape of
+                ``bucket.buffer()``. Chaining to the future of a collective of mpiddp waits for
+                the collective: it then does not run beside backward.
 
         Raises:
             TypeError: `hook` is not callable.
-            ValueError: `hook` is annotated as no hook, or `state` is not what a hook that is
-                recognised takes.
+            ValueError: `hook` is not annotated as a hook, or `state` is not what a recognised
+                hook takes.
             RuntimeError: a hook is registered already, a backward pass is going on, or the ranks
                 register different hooks (the error names them). In backward: the hook raised, or
                 did not return such a future (the error names the bucket and its parameters).
@@ -90,9 +89,9 @@ class HookRegistration(TorchWrapper):
         self.logger._set_comm_hook_name(hook_name(hook))
 
     def _install_copied_hooks(self) -> None:
-        """Install the hook of a wrapper that was copied or unpickled, or has another group."""
+        """Install the hook of a wrapper that was copied or unpickled, or got another group."""
         hooks = self.__dict__.get("_comm_hooks", [])
-        # Optimizers in backward are of the parameters, and not copied with them.
+        # Optimizers in backward belong to the parameters, and are not copied with them.
         hooks[:] = [
             (hook, state)
             for hook, state in hooks

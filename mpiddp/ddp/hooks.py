@@ -1,4 +1,4 @@
-"""Validate communication hooks, and recognise those that the reducer does without Python."""
+"""Validate communication hooks, and recognise those that the reducer runs without Python."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_hook(hook: object) -> None:
 
     Raises:
         TypeError: `hook` is not callable.
-        ValueError: it is annotated as something else than a communication hook.
+        ValueError: it is annotated as something other than a communication hook.
     """
     if not callable(hook):
         raise TypeError("Communication hook must be callable.")
@@ -30,12 +30,12 @@ def check_hook(hook: object) -> None:
 
 
 def runs_in_python(hook: Hook, state: object, group: dist.ProcessGroup) -> bool:
-    """Return whether `hook` must be called; else it is done without Python. Not collective.
+    """Return whether `hook` must be called; else it runs without Python. Not collective.
 
     Args:
         hook: a hook that `check_hook` accepts.
         state: the state to register it with.
-        group: of the module; hooks that are recognised are done by its reducer.
+        group: of the module; its reducer runs recognised hooks.
 
     Raises:
         ValueError: `state` is not what a recognised hook takes.
@@ -65,7 +65,7 @@ def builtin_hook(comm_hook_type: object) -> Hook:
     Not collective.
 
     Raises:
-        TypeError: it is no ``torch.distributed.BuiltinCommHookType``.
+        TypeError: it is not a ``torch.distributed.BuiltinCommHookType``.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -83,7 +83,7 @@ def _is_recognised(hook: object) -> bool:
 
 
 def _recognised() -> list[tuple[Hook, torch.dtype | None]]:
-    # Here and not at the top: it brings much that nobody needs without a hook.
+    # Not at the top: it imports much that nobody needs without a hook.
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     return [

@@ -1,7 +1,6 @@
-"""What torch's wrapper asks of its logger: facts about a wrapped module, by torch's names.
+"""The logger that torch's wrapper expects: facts about a wrapped module, by torch's names.
 
-Times are in nanoseconds, as torch's; those at which something began or ended are on the
-monotonic clock.
+Times are in nanoseconds, as in torch; points in time are on the monotonic clock.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class Logger:
         has_sync_bn: bool,
         static_graph: bool,
     ) -> None:
-        """Note what is known when the wrapper has been constructed."""
+        """Record what is known when the wrapper has been constructed."""
         reducer = self._reducer
         group = reducer.process_group
         parameters = reducer.parameters
@@ -111,11 +110,11 @@ class Logger:
         )
 
     def set_sample_rate(self, iterations: int) -> None:
-        """Note what changes while training every so many iterations, after the first ones."""
+        """Record statistics every `iterations` iterations, after the first ones."""
         self._sample_rate = iterations
 
     def set_runtime_stats_and_log(self) -> None:
-        """Note what changes while training, of the iteration that is over."""
+        """Record the statistics of the iteration that has ended."""
         reducer = self._reducer
         iteration = reducer.iterations
         if not reducer.reductions or (
@@ -175,7 +174,7 @@ class Logger:
         self._data.strs_map["comm_hook"] = name
 
     def set_error_and_log(self, message: str) -> None:
-        """Note an error that the wrapper is about to raise."""
+        """Record an error that the wrapper is about to raise."""
         self._data.strs_map["error"] = message
         self._data.ints_map["has_error"] = 1
 
@@ -193,7 +192,7 @@ class Logger:
 
 
 def logs_errors(method: Method) -> Method:
-    """Let a method of a wrapper note in its logging data what it raises. Not collective."""
+    """Let a method of a wrapper record in its logging data what it raises. Not collective."""
 
     @functools.wraps(method)
     def logging(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +206,7 @@ def logs_errors(method: Method) -> Method:
 
 
 def install() -> None:
-    """Let functions of torch that note errors in a logger take ours too. Not collective."""
+    """Let functions of torch that record errors in a logger accept ours too. Not collective."""
     for name in ("_compute_bucket_assignment_by_size", "_verify_params_across_processes"):
         replace_function(getattr(dist, name), _with_our_logger)
 

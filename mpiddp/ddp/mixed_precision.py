@@ -4,17 +4,17 @@ Note [Gradients in mixed precision]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 torch's wrapper swaps each parameter's data for a copy in `param_dtype` before forward, and its
 communication hook swaps it back, so that gradients come in `param_dtype` and are widened when
-they are reduced. They never are views of a bucket then. The hook is called with
+they are reduced. They are then never views of a bucket. The hook is called with
 a bucket in the dtype that it reduces in, which keeps the precision of the means.
 
 Note [Mixed precision on the CPU]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-torch's hooks need streams, which a CPU has not. Nothing runs beside the computation there, so a
-parameter gets its own data back, and its gradient is widened, as soon as that has arrived: in a
-hook that runs before the reducer's, which finds an ordinary parameter. Means are reduced in
-`reduce_dtype` as with the hooks of `mpiddp.compression`. The narrow data must stay until then:
-autograd keeps parameters as they are, not their data. Parameters without a gradient get theirs
-back at the end of backward, all of them after a forward without gradients.
+torch's hooks need streams, which a CPU does not have. Nothing runs beside the computation there,
+so a parameter gets its own data back, and its gradient is widened, as soon as the gradient has
+arrived: in a hook that runs before the reducer's, which finds an ordinary parameter. Gradients are
+reduced in `reduce_dtype` as with the hooks of `mpiddp.compression`. The narrow data must stay until
+then: autograd keeps the parameter, not its data. Parameters without a gradient get their data back
+at the end of backward; after a forward without gradients, all of them do.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 def gradient_dtypes(
     config: Any, parameters: Sequence[torch.Tensor]
 ) -> tuple[torch.dtype, torch.dtype] | None:
-    """Return in which dtypes gradients come, and the hook reduces them. Not collective.
+    """Return the dtypes in which gradients come and the hook reduces them. Not collective.
 
     Args:
-        config: torch's `_MixedPrecision`, or None. Without a `param_dtype` its parameters keep
-            theirs, so that there is nothing to say.
-        parameters: of the reducer. They are numbered as torch's hooks want it.
+        config: torch's `_MixedPrecision`, or None. Without a `param_dtype` parameters keep their
+            own dtypes, and the result is None.
+        parameters: of the reducer. They are numbered as torch's hooks expect.
     """
     if config is None:
         return None
@@ -53,7 +53,7 @@ def gradient_dtypes(
 
 
 def hook_caller(hook: Hook, state: object) -> PythonHook:
-    """Return what calls a communication hook, whether it is that of mixed precision or not."""
+    """Return what calls a communication hook, be it mixed precision's or another."""
     return (UpcastHook if hasattr(state, "upcast_stream") else PythonHook)(hook, state)
 
 
@@ -63,8 +63,8 @@ class UpcastHook(PythonHook):
     def finish(self, reducer: ReducerState, bucket: Bucket) -> torch.Tensor:
         """Wait for the hook's stream, then as in `PythonHook`. Not collective.
 
-        torch's hook lets the caller's stream wait in a callback of autograd's, which comes after
-        the reducer's.
+        torch's hook makes the caller's stream wait in an autograd callback, which runs after the
+        reducer's.
         """
         assert hasattr(self.state, "upcast_stream")
         torch.accelerator.current_stream().wait_stream(self.state.upcast_stream)
@@ -90,7 +90,7 @@ class NarrowParameters:
     def __init__(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype | None) -> None:
         self._dtype = dtype
         self._ending = False
-        # They hold this object by their hooks.
+        # Weak: their hooks hold this object.
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         for parameter in parameters:
             if dtype is not None and parameter.requires_grad:

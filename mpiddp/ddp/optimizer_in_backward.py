@@ -23,7 +23,7 @@ def set_up(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
         return
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
-    # These step on a gradient before it is averaged.
+    # torch's hooks would step before the gradient is averaged.
     for parameter in optimized:
         if parameter in param_to_optim_hook_handle_map:
             for handle in param_to_optim_hook_handle_map[parameter]:
@@ -59,7 +59,7 @@ def step_on_mean(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.T
 
 
 def _drop_gradients(state: weakref.ref[Any]) -> None:
-    """Leave no gradient behind that has been used: as without a wrapper."""
+    """Drop the gradients that have been used, as happens without a wrapper."""
     wrapper = state()
     for parameter in () if wrapper is None else wrapper._module_parameters:
         if hasattr(parameter, "_in_backward_optimizers"):

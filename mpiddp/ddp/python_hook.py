@@ -27,7 +27,7 @@ def hook_name(hook: Hook) -> str:
 
 
 class PythonHook:
-    """One registered hook, with the futures of the buckets that are on their way.
+    """One registered hook, with the futures of the buckets in flight.
 
     Args:
         hook: called with `state` and a GradBucket; returns a future of the bucket's result.
@@ -47,11 +47,11 @@ class PythonHook:
         """Call the hook for a full bucket and keep its future. Collective if the hook is.
 
         Raises:
-            RuntimeError: the hook raised, or returned no future; it names the bucket.
+            RuntimeError: the hook raised, or returned no future; the error names the bucket.
         """
         parameters = [reducer.parameters[index] for index in bucket.parameter_indices]
         buffer = _sparse_gradient(parameters[0]) if bucket.sparse else _flat(bucket)
-        # A tensor of its own, with the memory of the gradients: hooks resize it.
+        # A new tensor over the gradients' memory: hooks resize it.
         seen = GradBucket(bucket.index, buffer.detach(), parameters, bucket is reducer.buckets[-1])
         try:
             future = self(seen)
@@ -70,12 +70,12 @@ class PythonHook:
         Not collective. A sparse result is only returned.
 
         Raises:
-            RuntimeError: the future failed, took too long, or gave something else than a tensor
-                of the buffer's shape and of a dtype that can be cast to the gradients'; it names
-                the bucket.
+            RuntimeError: the future failed, took too long, or gave something other than a tensor
+                of the buffer's shape and of a dtype that can be cast to the gradients'; the error
+                names the bucket.
         """
         future = self._futures.pop(bucket.index)
-        # An operation of the hook has the same limit, and its error says more.
+        # The hook's own operations have the same limit, and their errors say more.
         if not completed(future, reducer.process_group.timeout + timedelta(seconds=1)):
             raise RuntimeError(
                 f"{self._subject(reducer, bucket)}: the future that it returned has not completed "
@@ -126,7 +126,7 @@ class PythonHook:
 
 
 def _before_waiting(traceback: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback that an error had before `wait` of its future raised it."""
+    """Return the part of an error's traceback from before `wait` of its future raised it."""
     while traceback is not None and traceback.tb_frame.f_code.co_filename in _FILES_OF_WAITING:
         traceback = traceback.tb_next
     return traceback
@@ -141,8 +141,8 @@ def _sparse_gradient(parameter: torch.Tensor) -> torch.Tensor:
 def _flat(bucket: Bucket) -> torch.Tensor:
     """Return all gradients of a bucket end to end, each as if it were contiguous.
 
-    They lie like that already unless a parameter is not contiguous, say in channels_last. torch
-    gives hooks the memory as it is all the same, so that they find elements in the wrong places.
+    They lie like that already unless a parameter is not contiguous, say in channels_last. Even
+    then torch gives hooks the memory as it is, with elements in the wrong places.
     """
     if all(view.is_contiguous() for view in bucket.views):
         return bucket.gradients
@@ -150,7 +150,7 @@ def _flat(bucket: Bucket) -> torch.Tensor:
 
 
 def _write_to(bucket: Bucket, result: torch.Tensor) -> None:
-    """Write what a hook made of `_flat` to the gradients of a bucket."""
+    """Write a hook's result for `_flat` to the gradients of a bucket."""
     with torch.no_grad():
         if not all(view.is_contiguous() for view in bucket.views):
             parts = torch.split(result, [view.numel() for view in bucket.views])

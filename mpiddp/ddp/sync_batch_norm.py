@@ -3,9 +3,9 @@
 Note [Statistics of all ranks]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Forward gathers each rank's count, means and sums of squared deviations, in double precision and
-one collective, and every rank combines them in the order of ranks: so all get the same bits,
-and no precision is lost where the mean is large beside the deviation, as it is in the difference
-of sums that a plain all-reduce would leave. Backward adds two sums a channel over the ranks.
+one collective. Every rank combines them in rank order, so all get the same bits. A plain all-reduce
+would leave a difference of sums, which loses precision where the mean is large beside the
+deviation. Backward all-reduces two sums per channel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TOO_FEW = "Expected more than 1 value per channel when training, got one over a
 
 
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
-    """Normalise by the statistics of the batches of all ranks, as BatchNorm would of all in one.
+    """Normalise by the statistics of all ranks' batches, as BatchNorm would if they were one.
 
     Collective in training mode, forward and, where the input needs a gradient, backward.
     `torch.nn.SyncBatchNorm` with the same arguments, buffers and state, for CPU tensors too. The
@@ -36,7 +36,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     Args:
         num_features: the number of channels, C.
         eps: added to the variance.
-        momentum: the part of the running statistics that a batch replaces; None averages over
+        momentum: the fraction of the running statistics that a batch replaces; None averages over
             all batches.
         affine: whether there is a weight and a bias.
         track_running_stats: whether there are running statistics.
@@ -98,8 +98,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             converted.add_module(name, cls.convert_sync_batchnorm(child, process_group))
         return converted
 
-    # Collectives are no part of a compiled graph: it is split around them. This and not
-    # torch.compiler.disable, which would import the compiler, a second, with mpiddp.
+    # Collectives are not part of a compiled graph: it is split around them. Not
+    # torch.compiler.disable: importing mpiddp would import the compiler, which takes a second.
     @_disable_dynamo
     def _normalise_together(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
         count, mean, variance = _statistics_of_all(input.detach(), group)
@@ -116,7 +116,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         return cast(Tensor, normalised)
 
     def _count_batch(self) -> float:
-        """Count this batch if batches are tracked; return its part of the running statistics."""
+        """Count this batch if batches are tracked; return its weight in the running statistics."""
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
@@ -199,9 +199,9 @@ class _Normalise(torch.autograd.Function):
 
 
 def _statistics_of_all(input: Tensor, group: dist.ProcessGroup) -> tuple[int, Tensor, Tensor]:
-    """Return the values a channel over all ranks, and their means and variances in float64.
+    """Return the number of values per channel over all ranks, their means and variances.
 
-    Collective. See Note [Statistics of all ranks].
+    Collective. In float64, see Note [Statistics of all ranks].
     """
     channels = input.size(1)
     own = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
@@ -230,19 +230,19 @@ def _computed_in(input: Tensor) -> torch.dtype:
 
 
 def _update(running: Tensor, new: Tensor, factor: float) -> None:
-    """Replace the part `factor` of a running statistic."""
+    """Replace the fraction `factor` of a running statistic."""
     running.copy_((1 - factor) * running.double() + factor * new)
 
 
 def _check_layers(
     self: TorchDDP, module: torch.nn.Module, torchs: Any = TorchDDP._passing_sync_batchnorm_handle
 ) -> None:
-    """Stand for torch's method of this name, which refuses every SyncBatchNorm on the CPU."""
+    """Replace torch's method of this name, which refuses every SyncBatchNorm on the CPU."""
     for layer in module.modules():
         if isinstance(layer, torch.nn.SyncBatchNorm) and not isinstance(layer, SyncBatchNorm):
             torchs(self, layer)
 
 
-# torch's own wrapper is one of the ways to train on our process group, and a subclass of its
-# SyncBatchNorm has to be let through there. All else stays refused.
+# torch's own wrapper also trains on our process group, and has to accept our subclass of its
+# SyncBatchNorm there. Everything else stays refused.
 TorchDDP._passing_sync_batchnorm_handle = _check_layers  # type: ignore[method-assign]

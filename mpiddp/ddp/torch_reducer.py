@@ -1,7 +1,7 @@
-"""The reducer under all the names by which torch's wrapper calls it.
+"""The reducer with all methods that torch's wrapper calls.
 
-What is called once an iteration or less, and needs no speed, stands here; the path of the
-gradients is reducer.pyx.
+Methods that are called at most once an iteration, and need no speed, are here; the path of the
+gradients is in reducer.pyx.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _notes_errors(method: Method) -> Method:
-    """Let a method of a reducer note what it raises."""
+    """Let a method of a reducer record what it raises."""
 
     @functools.wraps(method)
     def noting(self: TorchReducer, *args: Any) -> Any:
@@ -44,7 +44,7 @@ def _notes_errors(method: Method) -> Method:
 
 @skip_compilation
 class TorchReducer(Reducer):
-    """A `Reducer` that stands where torch's C++ Reducer stands in torch's wrapper."""
+    """A `Reducer` that takes the place of torch's C++ Reducer in torch's wrapper."""
 
     logger: weakref.ref[Logger] | None = None
     # Given by the process group: which of its wrapped modules this is, see wrapped_modules.py.
@@ -80,14 +80,14 @@ class TorchReducer(Reducer):
         self._build_buckets([bucket.parameter_indices for bucket in self.buckets])
 
     def _refuse_hook_in_backward(self) -> None:
-        # A hook of the user may come before the first gradient is taken.
+        # A user's hook may run before the first gradient is ready.
         if self.ready or (self.expecting and torch._C._current_graph_task_id() != -1):
             raise RuntimeError(
                 "a communication hook cannot be registered during a backward pass, nor after "
                 "one that did not end"
             )
 
-    # What the process group asks, see wrapped_modules.py.
+    # What the process group calls, see wrapped_modules.py.
 
     buckets_filled = bucket_progress.filled
     describe_progress = bucket_progress.describe_progress
@@ -104,7 +104,7 @@ class TorchReducer(Reducer):
         if not is_profiling():
             super().prepare_for_backward(outputs)
             return
-        if self.python_hook is None:  # else the hook's own operations are seen
+        if self.python_hook is None:  # else the hook's own operations are profiled
             self.profile = BucketEvents()
         with searching_unused_parameters(self.find_unused_parameters):
             super().prepare_for_backward(outputs)
@@ -128,7 +128,7 @@ class TorchReducer(Reducer):
     def _get_local_used_map(self) -> torch.Tensor:
         """Return how many ranks have used each parameter in the last backward.
 
-        Collective, other than in torch's class: here nobody but the caller needs it.
+        Collective, unlike in torch's class: here only the caller needs it.
         """
         used = torch.ones(len(self.parameters), dtype=torch.int32)
         used[list(self.unused)] = 0
@@ -145,20 +145,20 @@ class TorchReducer(Reducer):
             )
 
     def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
-        """Divide by the number of ranks that have not joined, unless it is to be static.
+        """Divide by the number of ranks that have not joined, unless the divisor is static.
 
         Not collective.
 
         Args:
-            work: of the sum over ranks, in which each that has not joined is 1.
-            use_static_world_size: whether to divide by the size of the group all the same.
+            work: of a sum over ranks, to which each rank that has not joined adds 1.
+            use_static_world_size: whether to divide by the size of the group instead.
         """
         if not use_static_world_size:
             work.wait()
             self.set_divisor(work.get_future().value()[0].item())
 
     def _push_all_rebuilt_params(self) -> None:
-        """Keep the order that was guessed, on a rank whose own backwards show none.
+        """Keep the guessed order on a rank whose own backward passes show none.
 
         Not collective.
         """
@@ -198,13 +198,13 @@ class TorchReducer(Reducer):
         self.post_backward_futures.extend(futures)
 
     def _set_mixed_precision_param_dtype(self, dtype: torch.dtype | None) -> None:
-        """Do nothing: the reducer knows it since it was made. Not collective."""
+        """Do nothing: the constructor was told. Not collective."""
 
     def _autograd_hook(self, index: int) -> None:
         """Do nothing: parameter `index` has a hook of the reducer's own. Not collective.
 
-        torch's wrapper calls this in mixed precision, when its parameters' data is another: that
-        makes new nodes of the graph, but hooks of parameters stay.
+        torch's wrapper calls this in mixed precision, when it has swapped its parameters' data:
+        that makes new graph nodes, but hooks of parameters stay.
         """
 
     def set_logger(self, logger: Logger) -> None:
@@ -212,7 +212,7 @@ class TorchReducer(Reducer):
         self.logger = weakref.ref(logger)
 
     def note_error(self, error: Exception) -> None:
-        """Let the logging data have an error that is about to be raised. Not collective."""
+        """Record an error that is about to be raised in the logging data. Not collective."""
         logger = None if self.logger is None else self.logger()
         if logger is not None:
             logger.set_error_and_log(str(error))

@@ -1,4 +1,4 @@
-"""The wrapper of a rank whose inputs have ended before the others': what join() asks of it.
+"""The wrapper's part of join(), for a rank whose inputs end before the others'.
 
 See joined.pyx. The rest of join() is torch's.
 """
@@ -46,7 +46,7 @@ class UnevenInputs(TorchWrapper):
         joined.begin(self.reducer, divisor)
 
     def _match_unused_params_allreduce(self) -> None:
-        """Do nothing: the reduction itself tells who used what. Overrides torch's method."""
+        """Do nothing: the reduction itself says who used what. Overrides torch's method."""
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         """Copy the last joiner's model to all. Collective. Overrides torch's method."""

@@ -3,10 +3,9 @@
 Note [Torch's wrapper]
 ~~~~~~~~~~~~~~~~~~~~~~
 The class derives from torch's, so that isinstance, torch.compile and libraries see the
-class that they know, and forward, no_sync, buffers and state_dict are torch's own code. What
-is replaced is what `_ddp_init_helper` builds, the C++ Reducer and Logger, and what must be
-checked before torch's constructor talks to other ranks. What older releases of torch lack,
-versions.py adds.
+class that they know, and forward, no_sync, buffers and state_dict are torch's own code. We
+replace the C++ Reducer and Logger, which `_ddp_init_helper` builds, and the checks that must come
+before torch's constructor communicates. versions.py adds what older releases of torch lack.
 """
 
 from __future__ import annotations
@@ -86,16 +85,16 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
             how often each parameter is used; so several reentrant checkpoints may share one.
         delay_all_reduce_named_params: pairs of name and parameter that are averaged apart from
             the others, in one all-reduce, when the gradient of `param_to_hook_all_reduce` is
-            there. All of torch's class.
+            there. As in torch's class.
         param_to_hook_all_reduce: see `delay_all_reduce_named_params`.
         mixed_precision: torch's configuration for low-precision copies of the parameters. On a
-            GPU gradients are no views then. On the CPU too, where torch's class fails in the first
-            forward.
+            GPU gradients are then not views. It works on the CPU too, where torch's class fails in
+            the first forward.
         device_mesh: instead of `process_group`, a mesh of one dimension.
-        skip_all_reduce_unused_params: whether buckets of which no rank has used any parameter in
-            the first iteration are left out of all later ones; using one then is an error.
-        bucket_cap_mb_list: sizes of the single buckets in MiB.
-        batched_grad_copy: accepted: gradients on GPUs are always copied so.
+        skip_all_reduce_unused_params: whether to leave out, after the first iteration, buckets of
+            which no rank has used any parameter in it; using one later is an error.
+        bucket_cap_mb_list: the size of each bucket in MiB.
+        batched_grad_copy: ignored: gradients on GPUs are always copied in batches.
         forward_sync_buffers: whether rank 0's buffers are copied to all ranks at each forward;
             None is True.
         transport: how gradients travel: "shared" (in memory that the ranks of a node share),
@@ -103,7 +102,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
             variable MPIDDP_TRANSPORT, else "auto".
 
     Raises:
-        TypeError: `module` is no module, `process_group` is not of mpiddp, a flag is no bool, or
+        TypeError: `module` is not a module, `process_group` not of mpiddp, a flag not a bool, or
             some parameter's gradient cannot be averaged (the error names it).
         ValueError: a bucket size is negative, there is no such transport, a parameter or buffer
             is on another kind of device, or the devices that are asked for are not the module's.
@@ -116,7 +115,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
 
     process_group: ProcessGroup
     _init_sync_buffers: bool
-    # torch's configuration; None where there is none, or a GPU.
+    # torch's configuration; None without one, or on a GPU.
     _precision_on_cpu: Any
     _transport: str
     _default_bucket_sizes: bool
@@ -259,7 +258,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
         if self._precision_on_cpu is None:
             dtypes = gradient_dtypes(self.mixed_precision, parameters)
         else:
-            # Before the reducer, whose hooks come after those of these.
+            # Before the reducer: its hooks must come after these.
             narrow = NarrowParameters(
                 [
                     parameter
@@ -305,9 +304,9 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
         self._install_copied_hooks()
 
     def _lazy_init(self) -> None:
-        """Set up what the first forward finds. Overrides torch's method of this name.
+        """Set up what torch leaves to the first forward. Overrides torch's method of this name.
 
-        Collective if there is something; so it waits for a forward that all ranks take.
+        Collective if there is something to set up; so it waits for a forward of all ranks.
         """
         if torch.is_grad_enabled():
             super()._lazy_init()
@@ -358,7 +357,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
     def _bucket_size_limits(self, channel: Channel) -> Sequence[int]:
         """Return the sizes of the first, second ... bucket in bytes; the last holds for the rest.
 
-        Sizes that are given hold, as in torch's class. Else a first bucket of 1 MiB is followed
+        Given sizes hold, as in torch's class. Otherwise a first bucket of 1 MiB is followed
         by torch's 25 MiB where the ranks share memory, by 4 MiB where messages are sent.
         """
         if self.bucket_bytes_cap_list:
@@ -370,7 +369,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
         return [dist._DEFAULT_FIRST_BUCKET_BYTES, cap]  # type: ignore[attr-defined]  # as torch does
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Note statistics in the first 10 iterations, then every so many. Not collective.
+        """Record statistics in the first 10 iterations, then every `sample_rate`. Not collective.
 
         Overrides torch's method of this name.
 
@@ -386,12 +385,12 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
 
     @logs_errors
     def _set_sparse_metadata(self, global_unique_ids: Mapping[str, torch.Tensor]) -> None:
-        """Accept which rows of sparse gradients are used: the ranks tell each other anyway.
+        """Ignore which rows of sparse gradients are used: the ranks tell each other anyway.
 
         Not collective. Overrides torch's method of this name.
 
         Raises:
-            TypeError: it is no mapping.
+            TypeError: it is not a mapping.
         """
         if not isinstance(global_unique_ids, Mapping):
             raise TypeError(f"global_unique_ids must be a mapping, not {global_unique_ids!r}")
@@ -399,14 +398,14 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
     def _update_process_group(self, new_process_group: Any) -> None:
         """Average over another group from now on. Overrides torch's method of this name.
 
-        Collective over the new group; other ranks only take note. Call it between a backward
+        Collective over the new group; other ranks return at once. Call it between a backward
         and the next forward.
 
         Args:
             new_process_group: a group of mpiddp or an mpi4py communicator.
 
         Raises:
-            TypeError: it is no group of mpiddp.
+            TypeError: it is not a group of mpiddp.
         """
         self._has_rebuilt_buckets = False
         if is_communicator(new_process_group):
@@ -415,7 +414,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
             return
         argument_checks.check_process_group(new_process_group, None)
         self.reducer._remove_autograd_hooks()
-        # Hooks that are recognised and served this module's group serve the new one.
+        # Recognised hooks of this module's old group get the new one.
         self._comm_hooks[:] = [
             (hook, state if hooks.runs_in_python(hook, state, self.process_group) else None)
             for hook, state in self._comm_hooks
@@ -432,7 +431,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
             self.logger._set_static_graph()
 
     def _delayed_all_reduce_hook(self, grad: torch.Tensor) -> torch.Tensor:
-        # As torch's, but it waits: torch's drops the Work, which only a CUDA stream makes good.
+        # As torch's, but it waits: torch's drops the Work, which is right only on a CUDA stream.
         assert self._delay_grad_buffer is not None
         self._delay_grad_buffer.div_(self.process_group.size())
         dist.all_reduce(self._delay_grad_buffer, group=self.process_group)
@@ -442,9 +441,9 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
 
     @property
     def _static_graph_delay_allreduce_enqueued(self) -> bool:
-        """Whether torch's wrapper need not delay the first reduction: our reducer does it.
+        """True: torch's wrapper need not delay the first reduction, our reducer does it.
 
-        In torch's class an attribute that is copied along, so that a copy never reduces.
+        In torch's class it is an attribute, which copies inherit, so that they never reduce.
         """
         return True
 
@@ -455,14 +454,14 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
     # Forward passes.
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Count what a backward is expected of. Overrides torch's method."""
+        """Count the forward passes that expect a backward. Overrides torch's method."""
         uncaught.take_part()
         if self._is_reduced() and self.training:
             self.reducer.passes.begin()
         return super()._pre_forward(*inputs, **kwargs)
 
     def _post_forward(self, output: Any) -> Any:
-        """See where backward will begin. Not collective. Overrides torch's method."""
+        """Watch the outputs, where backward begins. Not collective. Overrides torch's method."""
         output = super()._post_forward(output)
         if self._is_reduced():
             outputs = list(_find_tensors(output))

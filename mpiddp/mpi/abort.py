@@ -1,17 +1,17 @@
-"""End the whole job from one rank, without losing what it said last.
+"""End the whole job from one rank, without losing its last output.
 
 Note [Nothing stands before the abort]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A rank that ends alone is waited for by all others. What it says last may raise (a full disk, a
-closed stream) or block (a pipe that nobody reads), and so may functions of the user that print
-it. So all of that is tried, and MPI_Abort comes after it whatever it raises. Should it block, a
-thread calls MPI_Abort after a time. That may block too, since MPICH prints a line of its own, so
-streams that take nothing now are closed to it. And if all this does not end the process, a thread
-of faulthandler does, which needs no lock of Python: launchers end a job whose rank ends so.
+All other ranks wait for a rank that ends alone. Printing its last output may raise (a full disk, a
+closed stream) or block (a pipe that nobody reads), and so may functions of the user that print it.
+So MPI_Abort is called after all of that, whatever it raises. If printing blocks, a thread calls
+MPI_Abort after a time. That may block too, since MPICH prints a line of its own, so streams that
+take nothing now are redirected to /dev/null. And if all this does not end the process, a thread of
+faulthandler does, which does not need the GIL: launchers end a job if a rank ends like that.
 
 One thing comes before it all: at the end of a script Python flushes stdout before it calls any hook
-for an exception, which blocks for ever where data is held back for a pipe that nobody reads. Under
-`python -m mpiddp` that cannot happen.
+for an exception. That blocks for ever if data is held back for a pipe that nobody reads. Under
+`python -m mpiddp` it cannot happen.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from collections.abc import Callable, Iterator
 
 __all__ = ["abort_job", "call_before_abort", "time_limit"]
 
-# Called when what this process printed is to leave it.
+# Called to send out what this process has printed.
 _release: list[Callable[[], None]] = []
 
-# Seconds that a launcher which does not read is waited for.
+# Seconds to wait for a launcher that does not read.
 _PATIENCE = 2.0
 # Seconds after which MPI_Abort is called although what comes before it has not ended: enough for a
 # hook that formats the traceback with libraries from a slow file system.
@@ -51,10 +51,10 @@ def call_before_abort(release: Callable[[], None]) -> None:
 
 
 def abort_job(code: int, last_words: Callable[[], object] | None = None) -> None:
-    """Call MPI_Abort on the world when what this process printed has left it.
+    """Call MPI_Abort on the world once this process's output has left it.
 
-    A launcher ends the ranks as soon as it hears of the abort, and then need not read their pipes
-    any more: without the wait MPICH's lost 3 of 40 tracebacks. Whatever is wrong with the output,
+    A launcher ends the ranks as soon as it hears of the abort, and may then stop reading their
+    pipes: without the wait MPICH's lost 3 of 40 tracebacks. Whatever is wrong with the output,
     MPI_Abort is called in time, see Note [Nothing stands before the abort]. Returns only where MPI
     has been finalised, or was never initialised. Not collective.
 
@@ -66,7 +66,7 @@ def abort_job(code: int, last_words: Callable[[], object] | None = None) -> None
         try:
             for step in (last_words, *_release, _send_out):
                 if step is not None:
-                    # Not Exception: a hook may call sys.exit, and Ctrl-C come a second time.
+                    # Not Exception: a hook may call sys.exit, and Ctrl-C may come a second time.
                     with contextlib.suppress(BaseException):
                         step()
         finally:
@@ -75,11 +75,11 @@ def abort_job(code: int, last_words: Callable[[], object] | None = None) -> None
 
 @contextlib.contextmanager
 def time_limit(code: int) -> Iterator[None]:
-    """Within, abort the job with `code` should it take too long to print. Not collective."""
+    """Within, abort the job with `code` if printing takes too long. Not collective."""
     timer = threading.Timer(_LIMIT, _call_mpi_abort, (code,))
     timer.daemon = True
     nowhere = -1
-    with contextlib.suppress(OSError, RuntimeError):  # no descriptor or no thread can be had
+    with contextlib.suppress(OSError, RuntimeError):  # no descriptor or no thread is available
         nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         faulthandler.dump_traceback_later(_LAST_LIMIT, exit=True, file=nowhere)
     # From Python 3.12 on the interpreter starts no thread while it ends.
@@ -113,12 +113,12 @@ def _call_mpi_abort(code: int) -> None:
     try:
         MPI.COMM_WORLD.Abort(code)
     finally:
-        # MPICH's may return before the launcher ends this process, which is to do nothing more.
+        # MPICH's may return before the launcher ends this process, which must do nothing more.
         os._exit(code)
 
 
 def _close_blocked_streams() -> None:
-    """Send to nowhere what MPI would print to a pipe that is full."""
+    """Redirect to /dev/null what MPI would print to a full pipe."""
     for descriptor in _STREAMS:
         poll = select.poll()
         poll.register(descriptor, select.POLLOUT)
@@ -129,7 +129,7 @@ def _close_blocked_streams() -> None:
 
 
 def _unread_bytes(descriptor: int) -> int:
-    """Return how much of what was written to a pipe or a terminal is still in it, else 0."""
+    """Return how many bytes are still in a pipe or a terminal; 0 for anything else."""
     try:
         if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
             request = termios.FIONREAD

@@ -1,7 +1,7 @@
-"""Refuse to run on another MPI, or on another torch, than this build can work with.
+"""Refuse to run on another MPI than this build can work with.
 
-mpi4py's wheels choose their MPI when they are imported, by what they find; the
-extension modules were compiled against one. Two MPIs in a process end in a crash.
+mpi4py's wheels choose their MPI when they are imported, by what they find; our extension modules
+were compiled against one. Two MPIs in a process end in a crash.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which MPI datatype and which MPI operation stand for a torch dtype and ReduceOp.
+"""The MPI datatype and the MPI operation for each torch dtype and ReduceOp.
 
 MPI gets an address, a count and a datatype from this table and from nowhere else:
 mpi4py would take a torch bfloat16 tensor as raw bytes, and MPI would add the bytes.
@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-# What each dtype is added in. 16-bit floats are widened: MPI has no datatype for
-# them that all MPIs know, and one rounding at the end beats one a rank.
+# The dtype that each is added in. 16-bit floats are widened: no datatype for them is known to all
+# MPIs, and one rounding at the end beats one per rank.
 _SUM_DTYPES: dict[torch.dtype, torch.dtype] = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -96,7 +96,7 @@ def reduction(dtype: torch.dtype, op: dist.ReduceOp) -> ReductionRule:
         TypeError: MPI has no such reduction; the message names dtype and operation.
     """
     kind: Any = getattr(op, "op", op)
-    # Every reduction asks, and what torch's enums answer takes microseconds.
+    # Every reduction asks, and comparing torch's enums takes microseconds.
     key = (dtype, int(kind))
     known = _known.get(key)
     if known is None:

@@ -2,21 +2,21 @@
 
 Note [Who hears of an exception]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-The main thread's exceptions come to `sys.excepthook`, where ours prints by the one that was there
-before it, and aborts the job. A hook that replaces it later (as rich's) prints as well, and does
-not abort: but the interpreter ends then, and has noted the exception, so that is looked at before
-it waits for threads. Exceptions that others note in the same place (pytest does) began
-further up than at the bottom of the stack, which they have not left.
+The main thread's exceptions reach `sys.excepthook`. Our hook lets the one before it print, and
+aborts the job. A hook that replaces ours later (as rich's does) prints but does not abort. The
+interpreter then ends, and keeps the exception in `sys.last_value`: we look there before it waits
+for threads. Others keep exceptions there too (pytest does), but these were caught: their tracebacks
+do not begin at the bottom of the stack.
 
-Exceptions of other threads come to `threading.excepthook`. In most threads they concern nobody
-else: a progress bar's, a logger's. Only those that take part in the job, because they have called
-a collective or a wrapped module's forward, are waited for by other ranks, and end it.
+Exceptions of other threads reach `threading.excepthook`. Most of these threads concern no other
+rank: a progress bar's, a logger's. Other ranks wait only for threads that take part in the job,
+because they have called a collective or a wrapped module's forward: their exceptions end the job.
 """
 
 from __future__ import annotations
 
-# Its own function for the end of the interpreter joins its threads; ours must be called before,
-# and so be registered later.
+# Its own function for the end of the interpreter joins its threads. Ours must be called before
+# that, and so be registered later.
 import concurrent.futures.thread  # noqa: F401
 import contextlib
 import os
@@ -52,7 +52,7 @@ class _Watched:
 _watched: _Watched | None = None
 _end_is_watched = False
 
-# What is different in each thread: whether it takes part.
+# Per thread: whether it takes part.
 _own = threading.local()
 
 
@@ -60,7 +60,7 @@ def watch(rank: int, world_size: int) -> None:
     """Let uncaught exceptions end the job from now on, unless it has one rank. Not collective.
 
     Args:
-        rank: of this process, as messages shall name it.
+        rank: this process's, for messages.
         world_size: the number of ranks.
     """
     global _watched, _end_is_watched
@@ -135,7 +135,7 @@ def show(error: BaseException, rank: int) -> None:
     if hook is not sys.__excepthook__:
         try:
             hook(type(error), error, error.__traceback__)
-            # The interpreter's own hook ignores that it cannot print.
+            # The interpreter's own hook ignores that it could not print.
             if sys.stderr is not None:
                 sys.stderr.flush()
                 return
@@ -176,7 +176,7 @@ def _active() -> _Watched | None:
 
 
 class _Hook:
-    """Stands for `sys.excepthook`.
+    """Takes the place of `sys.excepthook`.
 
     Args:
         before: the hook that prints.
@@ -191,7 +191,7 @@ class _Hook:
         self, kind: type[BaseException], error: BaseException, start: TracebackType | None
     ) -> None:
         watched = _active()
-        # Called by another hook, which may do something with what is printed: `check_end` follows.
+        # Called by another hook, which may use what is printed: `check_end` aborts later.
         if watched is None or sys.excepthook is not self:
             self.before(kind, error, start)
             return
@@ -199,7 +199,7 @@ class _Hook:
 
 
 class _ThreadHook:
-    """Stands for `threading.excepthook`.
+    """Takes the place of `threading.excepthook`.
 
     Args:
         before: the hook that prints.
@@ -247,7 +247,7 @@ def _say(*lines: str) -> None:
 
 
 def _with_callers(start: TracebackType | None) -> TracebackType | None:
-    """Return the traceback of an exception that was caught with the frames it had yet to leave."""
+    """Return the traceback of a caught exception, with the frames of its callers added."""
     frame: FrameType | None = None if start is None else start.tb_frame.f_back
     while frame is not None:
         start = TracebackType(start, frame, frame.f_lasti, frame.f_lineno)

@@ -1,7 +1,7 @@
 """What torch.distributed asks a process group about itself, and about the backend behind it.
 
-torch keeps the two apart, so that a group can have a backend a kind of device. A group of mpiddp
-is its own backend, for tensors on the CPU and on GPUs.
+torch keeps the two apart, so that a group can have one backend per type of device. A group of
+mpiddp is its own backend, for tensors on the CPU and on GPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class BackendProperties(OperationRunner):
     Collective over `communicator`, and with the arguments of `OperationRunner`.
     """
 
-    # Of a backend: what NCCL's has, and torch does by itself for others.
+    # What NCCL's backend can do, and torch does by itself for other backends.
     supports_splitting = False
     supports_coalescing = False
     supports_shrinking = False
@@ -48,7 +48,7 @@ class BackendProperties(OperationRunner):
         return devices
 
     def _get_backend(self, device: torch.device) -> BackendProperties:  # type: ignore[override]
-        """Return what serves tensors on a device: no group of another backend beside this one."""
+        """Return this group: it serves tensors on every device."""
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -1,8 +1,8 @@
 """With TORCH_DISTRIBUTED_DEBUG=DETAIL: compare what the ranks call before MPI hears of it.
 
-An MPI whose ranks call different collectives, or one with different tensors, hangs, fails inside or
-returns garbage. The ranks of a group compare a digest of name, operation, root, dtypes and shapes
-first, and only where it differs the words. Point-to-point messages are not compared.
+If ranks call different collectives, or one with different tensors, MPI hangs, fails inside or
+returns garbage. The ranks of a group first compare a digest of name, operation, root, dtypes and
+shapes, and only if it differs, the words. Point-to-point messages are not compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["by_rank", "by_rows", "check", "for_one"]
 
-# How many tensors of a call, and how many different calls, are told.
+# How many tensors of a call, and how many different calls, an error shows.
 _SHOWN = 4
 
 
@@ -41,16 +41,16 @@ def check(
 
     Args:
         group: nothing else is under way in its communicator that other ranks have not entered.
-        name: what is called, such as "all_reduce".
+        name: the collective, such as "all_reduce".
         detail: what else must be the same on all ranks: a ReduceOp, a root, or both.
         tensors: what it was called with.
         compared: returns those whose dtypes and shapes must be the same on all ranks, in order,
-            one or several a rank; None: `tensors`.
-        elements: returns how many elements this rank sends to and expects from each, where what
-            two ranks say of the same message must fit together; then shapes may differ.
+            one or several per rank; None: `tensors`.
+        elements: returns how many elements this rank sends to each and expects from each: both
+            ends of a message must agree on it; then shapes may differ.
 
     Raises:
-        RuntimeError: it names ranks and what they called; or a rank did not come in time.
+        RuntimeError: the calls differ (it names ranks and calls); or a rank did not come in time.
     """
     call = describe_call(name, detail)
     same = tensors if compared is None else list(compared())
@@ -87,20 +87,20 @@ def check(
 
 
 def for_one(group: RunningGroup, rank: int, tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return how many elements are for or from each rank, where all are for one."""
+    """Return how many elements go to or come from each rank, where one rank has all."""
     total = sum(tensor.numel() for tensor in tensors)
     return [total if other == rank else 0 for other in range(group.size())]
 
 
 def by_rank(group: RunningGroup, lists: Sequence[Sequence[torch.Tensor]]) -> list[int]:
-    """Return how many elements are for or from each rank, by lists of one tensor a rank."""
+    """Return how many elements go to or come from each rank: lists of one tensor per rank."""
     if not lists:
         return [0] * group.size()
     return [sum(part.numel() for part in parts) for parts in zip(*lists, strict=True)]
 
 
 def by_rows(group: RunningGroup, tensor: torch.Tensor, rows: Sequence[int]) -> list[int]:
-    """Return how many elements of a tensor are for or from each rank, by numbers of rows."""
+    """Return how many elements of a tensor go to or come from each rank, by its row counts."""
     if not rows:
         return [tensor.numel() // group.size()] * group.size()
     return [count * (tensor.numel() // max(tensor.size(0), 1)) for count in rows]
@@ -135,7 +135,7 @@ def _all_texts(group: RunningGroup, name: str, text: str) -> list[str]:
 def _misfits(
     group: RunningGroup, name: str, sent: Sequence[int], expected: Sequence[int]
 ) -> list[str]:
-    """Return in words what other ranks send this one other than it expects. Collective."""
+    """Return in words which messages to this rank are not what it expects. Collective."""
     outgoing = torch.tensor(list(sent), dtype=torch.int64)
     incoming = torch.empty(group.size(), dtype=torch.int64)
     request = group.communicator.Ialltoall(_buffer(outgoing), _buffer(incoming))
@@ -163,7 +163,7 @@ def _difference(world_ranks: Sequence[int], calls: Sequence[tuple[str, list[str]
     kinds: dict[str, list[int]] = {}
     for rank, (call, tensors) in enumerate(calls):
         kinds.setdefault(_in_words(call, tensors, first_difference), []).append(rank)
-    # What most ranks called, or else the lowest, is what the others are compared with.
+    # The others are compared with what most ranks called; on a tie, with the lowest rank's call.
     most = max(kinds, key=lambda kind: len(kinds[kind]))
     others = [
         f"{ranks_in_words(world_ranks, ranks)} called {kind}"

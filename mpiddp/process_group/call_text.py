@@ -1,6 +1,6 @@
 """Record a collective cheaply; format it only for errors.
 
-The tuple holds no tensor, whose memory would live as long as it.
+The tuple holds no tensor: it would keep the tensor's memory alive.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 
 __all__ = ["Call", "call_of", "describe", "describe_call", "describe_dtype", "ranks_in_words"]
 
-# The name as torch.distributed's function has it; what else matters: a ReduceOp, a root, a tuple
-# of these, or None; dtype and shape of the first tensor, and the number of tensors.
+# The name of torch.distributed's function; a ReduceOp, a root, a tuple of these, or None; dtype and
+# shape of the first tensor; the number of tensors.
 Call: TypeAlias = tuple[str, object, torch.dtype | None, Sequence[int], int]
 
 
 def call_of(name: str, detail: object, tensors: Sequence[torch.Tensor]) -> Call:
-    """Return what `describe` makes words of. Not collective."""
+    """Return the record that `describe` formats. Not collective."""
     if not tensors:
         return name, detail, None, (), 0
     first = tensors[0]
@@ -62,7 +62,7 @@ def ranks_in_words(world_ranks: Sequence[int], members: Iterable[int]) -> str:
     Not collective.
 
     Args:
-        world_ranks: the group's ranks' ranks in the world.
+        world_ranks: the world rank of each of the group's ranks.
         members: ranks in the group.
     """
     ordered = sorted(world_ranks[member] for member in members)

@@ -4,10 +4,10 @@ Note [Who completes futures]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A future's continuation is arbitrary code of the user, and may itself wait for another operation's
 future (torch's PowerSGD hook does). So the thread that runs continuations must never be the only
-one: whoever has found an operation that is over first makes sure that another thread is watching.
+one: a thread that finds a finished operation first makes sure that another thread is watching.
 The engine's thread, which moves the operations, runs no Python at all.
 
-The threads are daemons: others would keep an interpreter alive that a failure is to end.
+The threads are daemons: others would keep the interpreter alive after a failure.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from mpiddp.engine.requests import Requests
     from mpiddp.process_group.work import Work
 
-# Seconds that a thread stays for the next operation when there is nothing to do.
+# Seconds that an idle thread waits for the next operation.
 _IDLE = 1.0
 
 
 class FutureCompleter:
-    """Ends each operation that was added when its messages have arrived or its time is over.
+    """Ends each added operation when its messages have arrived or its time is over.
 
     Not collective.
 

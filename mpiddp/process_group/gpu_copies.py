@@ -1,4 +1,4 @@
-"""Copies between one GPU and pinned host memory, on streams: made, marked, kept until they end.
+"""Copies between one GPU and pinned host memory, on streams; their memory is kept until they end.
 
 Knows nothing of process groups and MPI. Nothing here is collective.
 """
@@ -18,7 +18,7 @@ from mpiddp.gpu.runtime import COPY_TO_GPU, COPY_TO_HOST, Event, Runtime, Stream
 
 __all__ = ["Copier", "copier_of"]
 
-# Of each tensor in the host memory that several share; more than any element needs.
+# Of tensors that share a piece of host memory; more than any element needs.
 _ALIGNMENT = 64
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -32,7 +32,7 @@ class Copier:
         runtime: its runtime.
 
     Attributes:
-        back: the handle of a stream for copies that go on beside what torch does.
+        back: the handle of a stream for copies that run beside torch's work.
     """
 
     def __init__(self, device: torch.device, runtime: Runtime) -> None:
@@ -45,20 +45,20 @@ class Copier:
         self._lock = threading.Lock()
 
     def using(self) -> AbstractContextManager[object]:
-        """Make the GPU the current one of this thread for a while.
+        """Within, make the GPU this thread's current one.
 
-        A stream handle of 0 means the current GPU's; and a thread that has chosen none would
-        make a context on the first GPU.
+        A stream handle of 0 means the current GPU's; and a thread that has chosen no GPU would
+        make a context on the first.
         """
         if self.device.type == "cuda":
             return torch.cuda.device(self.device)
         return contextlib.nullcontext()
 
     def on_back(self) -> AbstractContextManager[object]:
-        """Let what torch does in this thread for a while come behind the copies on `back`."""
+        """Within, order torch's work in this thread after the copies on `back`."""
         if self.device.type == "cuda":
             return self._torch_on(self.back)
-        # No stream that torch knows: its work is over when it returns.
+        # torch does not know this stream: its work is over when it returns.
         self._stream.synchronize()
         return contextlib.nullcontext()
 
@@ -69,8 +69,8 @@ class Copier:
     def host_memory_like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return contiguous tensors on the host of the same shapes and dtypes, not initialised.
 
-        All lie in one piece of pinned memory, which torch's allocator reuses, but each counts its
-        own versions.
+        All lie in one piece of pinned memory, which torch's allocator reuses, but each has its own
+        version counter.
         """
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         rooms = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
@@ -84,7 +84,7 @@ class Copier:
     def to_host(self, pairs: Iterable[Pair], stream: int) -> Event:
         """Copy the first tensor of each pair to the second, on the host; return an event for it.
 
-        All are kept until then.
+        All are kept until it passes.
 
         Raises:
             GpuError: the runtime refuses.
@@ -98,8 +98,8 @@ class Copier:
     def to_device(self, pairs: Sequence[Pair], stream: int, owner: object = None) -> Event:
         """Copy the second tensor of each pair, on the host, to the first; return an event for it.
 
-        The host's tensors and `owner` are kept until then. The others are the caller's to keep
-        where `stream` is not theirs.
+        The host's tensors and `owner` are kept until it passes. The caller must keep the others
+        if `stream` is not theirs.
 
         Raises:
             GpuError: the runtime refuses.
@@ -131,7 +131,7 @@ class Copier:
         return contextlib.nullcontext()
 
     def let_go(self) -> None:
-        """Let go of what copies that are over have read and written."""
+        """Release what finished copies have read and written."""
         with self._lock:
             self._kept = [kept for kept in self._kept if not kept[0].query()]
 

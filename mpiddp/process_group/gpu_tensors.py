@@ -7,13 +7,13 @@ Note [Operations on copies]
 What a call reads is copied to the host on the caller's current stream, behind the kernels that
 produce it, and the calling thread waits for that copy's event, and for nothing else on the GPU.
 That holds for asynchronous calls as well: MPI wants the operations of a communicator started in
-one order on all ranks, and the calling threads are the only ones that have one. What an
-asynchronous call leaves to others is the time on the network and the way back.
+one order on all ranks, and only the calling threads have such an order. An asynchronous call leaves
+only the transfer over the network and the copies back to other threads.
 
 When MPI is done, whoever ends the operation (see Note [An operation is a generator]) starts the
 copies back and does not wait for them. After a synchronous call they are on the caller's current
-stream. After an asynchronous one they are on a stream of ours, behind what the current stream
-had to do at the time of the call; `Work.wait` lets the current stream of its caller wait for them,
+stream. After an asynchronous one they are on a stream of ours, behind what was on the current
+stream at the time of the call; `Work.wait` lets the current stream of its caller wait for them,
 and futures record them as torch's futures of GPU tensors do.
 """
 
@@ -47,14 +47,14 @@ __all__ = [
     "wait_for_stream",
 ]
 
-# Where tensors on the CPU are. Tests let them stand for tensors on a simulated GPU.
+# Whether CPU tensors are on the host. Tests let them stand for tensors on a simulated GPU.
 CPU_IS_HOST = True
 
 # What an operation does with the tensors of an argument.
 _NOTHING, _READS, _WRITES, _BOTH = 0, 1, 2, 3
 
-# By argument, the group left out. Those of a root are in `_uses`; of others all are copied both
-# ways.
+# By argument, without the group. Operations with a root are in `_uses`; of all others, every
+# argument is copied both ways.
 _USES: dict[Callable[..., Any], tuple[int, ...]] = {
     reductions.all_reduce: (_BOTH,),
     reductions.all_reduce_together: (_BOTH,),
@@ -68,7 +68,7 @@ _USES: dict[Callable[..., Any], tuple[int, ...]] = {
     point_to_point.receive: (_WRITES,),
 }
 
-# Seconds. Small copies are over before a sleep would be; after that who waits sleeps.
+# Seconds. Small copies end sooner than a sleep would; after that, the waiting thread sleeps.
 _SPIN = 50e-6
 _SHORTEST_NAP = 50e-6
 _LONGEST_NAP = 1e-3
@@ -83,17 +83,17 @@ def on_host(
 ) -> tuple[Operation, HostCopies]:
     """Return an operation that runs another one on host copies of device tensors, and the copies.
 
-    Not collective. It starts with a wait for the current stream; then it is the other one.
+    Not collective. It first waits for the current stream, then does what the other one does.
 
     Args:
         group: the process group.
         name: what torch calls the operation, for errors.
-        function: makes the other operation of the group and the arguments.
-        arguments: tensors, lists of them, and what is none.
+        function: makes the other operation from the group and the arguments.
+        arguments: tensors, lists of them, and anything else.
         beside: whether results are copied back beside the current stream, or on it.
 
     Raises:
-        ValueError: the tensors are on several devices, or on one that is no GPU of this torch's.
+        ValueError: the tensors are on several devices, or on one that is no GPU of CUDA or ROCm.
     """
     tensors: dict[int, torch.Tensor] = {}
     uses: dict[int, int] = {}
@@ -129,7 +129,7 @@ def through_host(
     """Let `change` change tensors in host memory; write back those that it has changed.
 
     Collective if `change` is. The tensors may be on several GPUs; those on the CPU are changed
-    themselves.
+    in place.
 
     Returns:
         What `change` returns.
@@ -156,7 +156,7 @@ def through_host(
 
 
 def wait_for_stream(group: RunningGroup, name: str, device: torch.device) -> None:
-    """Wait until this thread's current stream of a GPU has done what it has to do. Not collective.
+    """Wait until this thread's current stream of a GPU has done its work. Not collective.
 
     Raises:
         RuntimeError: it has not within the group's timeout.
@@ -167,7 +167,7 @@ def wait_for_stream(group: RunningGroup, name: str, device: torch.device) -> Non
 
 
 class HostCopies:
-    """What stands on the host for the tensors of one call. Not collective.
+    """The copies on the host of the tensors of one call. Not collective.
 
     Args:
         group: the process group.
@@ -186,18 +186,18 @@ class HostCopies:
         self._returned: Event | None = None
 
     def bring(self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
-        """Make the copies, wait until the current stream has written them.
+        """Make the copies, and wait until the current stream has written them.
 
         Args:
-            read: are copied.
-            written: have room on the host; they may be among those that are read.
+            read: tensors to copy.
+            written: tensors that need room on the host; they may be among those to copy.
 
         Raises:
-            RuntimeError: the stream has not come to it within the group's timeout.
+            RuntimeError: the stream did not get to the copies within the group's timeout.
         """
         copier = self._copier
         with copier.using():
-            # Apart, so that who looks at whole storages sees that inputs are no outputs.
+            # Apart, so that code that compares storages sees that inputs are not outputs.
             keys = {id(tensor) for tensor in written}
             only_read = [tensor for tensor in read if id(tensor) not in keys]
             for tensors in (only_read, written):
@@ -216,7 +216,7 @@ class HostCopies:
             copier.let_go()
 
     def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Start copying what the host copies hold now back to the tensors."""
+        """Start copying the host copies back to the tensors."""
         copier = self._copier
         pairs = [self._copies[id(tensor)] for tensor in tensors]
         with copier.using():
@@ -233,7 +233,7 @@ class HostCopies:
     def order(self) -> None:
         """Let this thread's current stream wait for what was given back.
 
-        From then on, as after any work of torch's, the tensors are the caller's to keep.
+        From then on, as after any Work of torch, the caller must keep the tensors.
         """
         if self._returned is not None:
             self._copies.clear()
@@ -242,20 +242,20 @@ class HostCopies:
                 self._copier.runtime.stream_wait_event(stream, self._returned)
 
     def behind_order(self) -> contextlib.AbstractContextManager[object]:
-        """Let torch's work in this thread for a while come behind what was given back."""
+        """Within, order torch's work in this thread after what was given back."""
         return self._copier.on_back()
 
     @property
     def over(self) -> bool:
-        """Whether what was given back is there."""
+        """Whether the copies back have ended."""
         return self._returned is None or self._returned.query()
 
     def of(self, value: Any) -> Any:
-        """Return a value with the host's copies in the place of the tensors in it."""
+        """Return a value with its tensors replaced by their host copies."""
         return _replaced(value, {key: copy for key, (_, copy) in self._copies.items()})
 
     def behind(self, value: Any) -> Any:
-        """Return a value with the tensors in the place of the host's copies in it."""
+        """Return a value with its host copies replaced by their tensors."""
         return _replaced(value, {id(copy): tensor for tensor, copy in self._copies.values()})
 
 
@@ -263,7 +263,7 @@ class GpuWork(Work):
     """A `Work` whose results come back to a GPU. Not collective.
 
     Args:
-        copies: those of its operation, or of its several ones.
+        copies: those of its operation or operations.
         arguments: those of `Work`.
     """
 
@@ -282,7 +282,7 @@ class GpuWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the operation is complete, well or not, and the results are there."""
+        """Return whether the operation has succeeded or failed, and the copies back have ended."""
         return super().is_completed() and all(copies.over for copies in self.copies)
 
     def _new_future(self) -> OperationFuture:
@@ -324,7 +324,7 @@ def _one_device(name: str, tensors: Iterable[torch.Tensor]) -> torch.device:
 def _wait(group: RunningGroup, name: str, device: torch.device, event: Event) -> None:
     """Wait for an event, but no longer than the group waits for other ranks.
 
-    Whatever the stream waits for itself may come from them.
+    What the stream itself waits for may come from them.
     """
     began = time.monotonic()
     limit = group.timeout.total_seconds()
@@ -351,7 +351,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _replaced(value: Any, by_id: dict[int, torch.Tensor]) -> Any:
-    """Return a value with other tensors in it: a tensor, a list, or a call of such."""
+    """Return a tensor, a list or a partial call with its tensors replaced."""
     if isinstance(value, torch.Tensor):
         return by_id.get(id(value), value)
     if isinstance(value, (list, tuple)):

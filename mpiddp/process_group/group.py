@@ -1,10 +1,10 @@
 """torch.distributed's process group on MPI: every operation, async or not, on CPU and GPU.
 
-Gradients of DistributedDataParallel do not pass through here, they have the engine. Each
-operation starts nonblocking MPI calls on a communicator that is used for nothing else, and is
-waited for with a time limit, so a rank that never comes ends in an error on the others.
+Gradients of DistributedDataParallel do not pass through here, but through the engine. Each
+operation starts nonblocking MPI calls on a communicator that is used for nothing else, and has a
+time limit: if a rank never comes, the others raise an error.
 
-The methods have torch's names; what they do is in reductions, data_movement and messages, as
+The methods have torch's names; reductions, movement and point_to_point implement them, as
 Note [An operation is a generator] says, and for tensors on a GPU Note [Operations on copies].
 """
 
@@ -51,7 +51,7 @@ from mpiddp.transports.channel_pool import ChannelPool
 
 Result = TypeVar("Result")
 
-# Whether torch is built for any; to ask takes less than to look at the options of a barrier.
+# Whether torch is built for GPUs; cheaper to ask than to read the options of a barrier.
 _HAS_GPUS = bool(torch.version.cuda or torch.version.hip)
 
 
@@ -160,12 +160,12 @@ class ProcessGroup(BackendProperties):
         inputs: list[list[torch.Tensor]],
         opts: ReduceScatterOptions,
     ) -> TorchWork:
-        """Reduce lists of one tensor a rank, each to its rank, as dist.reduce_scatter does.
+        """Reduce lists of one tensor per rank, each to its rank, as dist.reduce_scatter does.
 
         Collective. The tensors of a list may differ in size.
 
         Raises:
-            ValueError: a list has not one tensor a rank, or this rank's tensors differ in size.
+            ValueError: a list has a wrong number of tensors, or this rank's tensors differ in size.
             TypeError: the dtype has no such reduction, or dtypes differ.
         """
         return self._start(
@@ -198,7 +198,7 @@ class ProcessGroup(BackendProperties):
         function = reductions.reduce_scatter_single
         return self._start("reduce_scatter", function, (outputs, inputs, op), opts, inputs, op)
 
-    # Older names, by which torch's C++ looks for them; their parameters are named otherwise.
+    # Older names, which torch's C++ looks up; their parameters have other names.
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
@@ -228,7 +228,7 @@ class ProcessGroup(BackendProperties):
         Collective. The tensors of the ranks may differ in size.
 
         Raises:
-            ValueError: a list has not one tensor a rank, or this rank's differs from its input.
+            ValueError: a list has a wrong number of tensors, or this rank's differs from its input.
         """
         return self._start(
             "all_gather",
@@ -258,7 +258,7 @@ class ProcessGroup(BackendProperties):
         Collective.
 
         Raises:
-            ValueError: the output has not the size of all inputs, or another dtype.
+            ValueError: the output's size is not that of all inputs together, or its dtype differs.
         """
         return self.all_gather_single_coalesced([output], [input], opts)
 
@@ -282,12 +282,12 @@ class ProcessGroup(BackendProperties):
         inputs: list[torch.Tensor],
         opts: GatherOptions,
     ) -> TorchWork:
-        """Gather each input from all ranks into a list on one, as dist.gather does.
+        """Gather each input from all ranks into a list on one rank, as dist.gather does.
 
         Collective. The tensors of the ranks may differ in size.
 
         Raises:
-            ValueError: the list on ``opts.rootRank`` has not one tensor a rank.
+            ValueError: the list on ``opts.rootRank`` does not have one tensor per rank.
         """
         root = opts.rootRank
         return self._start(
@@ -307,12 +307,12 @@ class ProcessGroup(BackendProperties):
         inputs: list[list[torch.Tensor]],
         opts: ScatterOptions,
     ) -> TorchWork:
-        """Give each rank its tensor of a list on one of them, as dist.scatter does.
+        """Give each rank its tensor from a list on one rank, as dist.scatter does.
 
         Collective. The tensors of the ranks may differ in size.
 
         Raises:
-            ValueError: the list on ``opts.rootRank`` has not one tensor a rank.
+            ValueError: the list on ``opts.rootRank`` does not have one tensor per rank.
         """
         root = opts.rootRank
         return self._start(
@@ -332,12 +332,12 @@ class ProcessGroup(BackendProperties):
         inputs: list[torch.Tensor],
         opts: AllToAllOptions | None = None,
     ) -> TorchWork:
-        """Send a tensor of a list to each rank, receive one from each, as dist.all_to_all does.
+        """Send each rank its tensor of a list, receive one from each, as dist.all_to_all does.
 
         Collective. Tensors may differ in size.
 
         Raises:
-            ValueError: a list has not one tensor a rank.
+            ValueError: a list does not have one tensor per rank.
         """
         return self._start(
             "all_to_all",

@@ -1,4 +1,4 @@
-"""What the parts of a process group need of the group that they are parts of."""
+"""What the parts of a process group need from the group itself."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RunningGroup(Group, Protocol):
 
     @property
     def world_ranks(self) -> Sequence[int]:
-        """The ranks in the world of this group's ranks."""
+        """The world rank of each of this group's ranks."""
 
     @property
     def entered(self) -> int:

@@ -1,7 +1,7 @@
 """torch.distributed.monitored_barrier on groups of mpiddp: a barrier whose error names who is late.
 
 As with Gloo, rank 0 waits for a message of every other rank and then answers all of them. Unlike
-there, the answer says who was missing, and also reaches a rank that comes afterwards.
+Gloo's, the answer says who was missing, and also reaches a rank that comes afterwards.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ import struct
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+from mpi4py import MPI
+
+from mpiddp.collectives.point_to_point import BARRIER, own_tag
 
 if TYPE_CHECKING:
     from mpiddp.process_group.interface import RunningGroup
@@ -26,16 +30,13 @@ class MonitoredBarrier:
     """The barriers of one process group. Not collective.
 
     Args:
-        group: its communicator's highest tag is used for nothing else.
+        group: whose ranks wait for each other.
     """
 
     def __init__(self, group: RunningGroup) -> None:
-        from mpi4py import MPI
-
         self._group = group
-        highest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-        assert isinstance(highest, int)
-        self._tag = highest
+        # Of its own: messages of a barrier that has failed may still arrive.
+        self._tag = own_tag(BARRIER)
         self._numbers = itertools.count(1)
         # Answers to ranks that may never look for them.
         self._sent: list[Any] = []
@@ -88,7 +89,7 @@ class MonitoredBarrier:
         self._send(number, "", 0)
         message = self._receive(number, deadline)
         rank = self._group.rank()
-        # As torch has it.
+        # As in torch.
         here = (
             f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting "
             f"for send/recv from rank 0"
@@ -102,8 +103,6 @@ class MonitoredBarrier:
             raise RuntimeError(f"{here}: {message[1]}")
 
     def _send(self, number: int, text: str, rank: int) -> None:
-        from mpi4py import MPI
-
         data = _NUMBER.pack(number) + text.encode()
         request = self._group.communicator.Isend([data, MPI.BYTE], dest=rank, tag=self._tag)
         self._sent = [one for one in self._sent if not one.Test()]
@@ -111,8 +110,6 @@ class MonitoredBarrier:
 
     def _receive(self, number: int, deadline: float) -> tuple[int, str] | None:
         """Return sender and text of the next message of barrier `number`, None if it is late."""
-        from mpi4py import MPI
-
         communicator, status = self._group.communicator, MPI.Status()
         began = time.monotonic()
         while True:

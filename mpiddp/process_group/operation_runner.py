@@ -1,6 +1,6 @@
-"""What carries out a process group's operations: start, wait, time limits, what is under way.
+"""Start a process group's operations, wait for them, and keep track of those under way.
 
-It does not know the individual operations: `mpiddp.process_group.group` defines torch's on it.
+It does not know the individual operations: `mpiddp.process_group.group` defines torch's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mpiddp.process_group.wrapped_modules import WrappedModules
 from mpiddp.torch_internals.compiler import skip_compilation
 from mpiddp.torch_internals.profiling import Event
 
-# Seconds that most operations end in: until then their time limit is not even looked at.
+# Seconds within which most operations end: until then their time limit is not even looked at.
 _SHORT = 5e-3
 
 # Memory that MPI may still write to after a time limit was reached, or after Ctrl-C.
@@ -65,12 +65,12 @@ class OperationRunner(dist.ProcessGroup):
         self.engine: Engine = requests.engine
         self.completion = completion
         self.timeout = timeout
-        # How many collectives this rank has called, and the last: for those who miss it.
+        # How many collectives this rank has called, and the last: for the roll call.
         self.entered = 0
         self.last: Call | None = None
         self.roll_call: RollCall | None = None
         self.modules = WrappedModules()
-        # Its ranks' ranks in the world.
+        # The world rank of each of the group's ranks.
         self.world_ranks: tuple[int, ...] = tuple(range(self.size()))
         self._requests = requests
         # MPI wants one thread at a time to start operations on a communicator.
@@ -79,12 +79,12 @@ class OperationRunner(dist.ProcessGroup):
         self._under_way: list[Work] = []
         self._sweep_at = 16
         self._together: list[Work] | None = None
-        # As torch wraps other backends: where the setting was made before the group.
+        # As torch wraps other backends: if the debug level was set before the group was made.
         self._checked = get_debug_level() == DebugLevel.DETAIL
         self._name = ""
         communicator.Set_name("mpiddp")
 
-    # Asked for many times an operation; torch's own take two microseconds each.
+    # Called many times per operation; torch's own take two microseconds each.
 
     def rank(self) -> int:
         """Return this rank's number in the group. Not collective."""
@@ -141,7 +141,7 @@ class OperationRunner(dist.ProcessGroup):
         what = ("coalesced", operation, pending, seconds, number)
         return GpuWork(copies, self, *what) if copies else Work(self, *what)
 
-    # For what is built on it.
+    # For code that is built on this class.
 
     def pending(self, request: MPI.Request, call: str, *memory: object) -> Pending:
         """Return what an operation yields for a request that MPI function `call` has made.
@@ -171,7 +171,7 @@ class OperationRunner(dist.ProcessGroup):
     def timed_out(self, name: str, seconds: float, number: int | None = None) -> RuntimeError:
         """Return the error of an operation `name` that waited in vain; it may take seconds.
 
-        Not collective. `number` is which of this group's collectives; None: the last, 0: none.
+        Not collective. `number`: which of this group's collectives; None: the last, 0: a message.
         """
         missing = (
             self.explain_missing(number)
@@ -191,7 +191,7 @@ class OperationRunner(dist.ProcessGroup):
             return "Did all ranks call it, in the same order, and are they still alive?"
         return f"{self.roll_call.explain(self, number)}."
 
-    # Within.
+    # Internal.
 
     def _enter(
         self, name: str, tensors: Sequence[torch.Tensor] = (), detail: object = None
@@ -213,11 +213,11 @@ class OperationRunner(dist.ProcessGroup):
         message: bool = False,
         event: Event | None = None,
     ) -> TorchWork:
-        """Run an operation up to its end, or if it is asynchronous up to MPI's first calls.
+        """Run an operation to its end, or if it is asynchronous, to its first yield.
 
-        `function` makes it from the group and `arguments`. What follows `opts` is what other ranks
-        must agree with, see `agreement.check`; a message is not compared nor counted. If the first
-        of `tensors` is on a GPU, so are all, see Note [Operations on copies].
+        `function` makes it from the group and `arguments`. What follows `opts` must agree across
+        ranks, see `call_check.check`; a message is neither compared nor counted. If the first of
+        `tensors` is on a GPU, all must be, see Note [Operations on copies].
         """
         if torch.autograd.profiler._is_profiler_enabled and event is None:
             what = (function, arguments, opts, tensors, detail, compared, elements, message)
@@ -252,8 +252,8 @@ class OperationRunner(dist.ProcessGroup):
             except (TypeError, ValueError, RuntimeError):
                 raise  # before MPI was called, or by it
             except BaseException as error:
-                # Of a signal's handler. MPI may have begun what no Pending keeps the memory of, but
-                # these frames do.
+                # From a signal handler. MPI may have begun a call whose memory no Pending keeps
+                # yet, but these frames do.
                 self.abandon(error.__traceback__, arguments)
                 raise
         waited = pending if isinstance(pending, list) else [pending]
@@ -318,5 +318,5 @@ def _each(works: list[Work]) -> Operation:
     """Wait for several works that were started already."""
     yield [pending for work in works for pending in work.pending]
     for work in works:
-        Work.wait(work)  # in whatever thread: no stream is to wait here
+        Work.wait(work)  # in any thread: no stream must wait here
     return [tensor for work in works for tensor in work.result()]

@@ -1,7 +1,7 @@
 """The shorter forms in which torch's process groups can be called, such as ``allreduce(tensor)``.
 
-torch.distributed hands lists of tensors and an object with options to a group; torch itself also
-calls groups with one tensor and single options in Python, which C++ tells by their types.
+torch.distributed calls a group with lists of tensors and an object with options. Python code of
+torch's also passes one tensor and single options, which C++ tells apart by their types.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ __all__ = ["also_called_with"]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-# What a single option is called in the object with options.
+# The name of each single option in the object with options.
 _FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 
 
 def also_called_with(options: type, *names: str, tensors: int = 1) -> Callable[[Method], Method]:
-    """Return what lets a method be called with single options too, and with single tensors.
+    """Return a decorator with which a method also takes single options and single tensors.
 
     Not collective.
 
     Args:
         options: the class of the object with options that the method takes last.
         names: of the single options, in their order: "op", "root" or "timeout".
-        tensors: how many arguments come before the options; more than two are never lists.
+        tensors: how many arguments come before the options; three or more are never made lists.
     """
 
     def decorate(method: Method) -> Method:
@@ -52,7 +52,7 @@ def also_called_with(options: type, *names: str, tensors: int = 1) -> Callable[[
 
 
 def _as_lists(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Put what goes with a single tensor into lists of one; an empty list stays: no tensors."""
+    """If one argument is a single tensor, put each in a list; an empty list stays as it is."""
     if not any(isinstance(each, torch.Tensor) for each in given):
         return given
     return tuple([each] if isinstance(each, torch.Tensor) or each else each for each in given)

@@ -3,12 +3,12 @@
 Note [Roll call]
 ~~~~~~~~~~~~~~~~
 Every process group counts the collectives that this process has entered and remembers the last.
-Nobody sends these about: only a rank whose wait has passed the time limit asks the others of the
-group, on a communicator of the world that is used for nothing else. A thread in each process
-looks twice a second whether it was asked and answers, wherever the program itself is at that
-moment: in a data loader, in another collective, or waiting in vain and asking as well. Who asks
-waits only so long for answers, so ranks that have ended, hang without giving Python's lock away or
-are cut off cost some seconds, and are named as silent.
+Nothing is sent until a rank's wait has passed the time limit. Then it asks the others of the group,
+on a communicator of the world that is used for nothing else. A thread in each process looks for
+questions twice a second and answers them, wherever the program itself is at that moment: in a data
+loader, in another collective, or waiting in vain and asking as well. The asking rank waits a few
+seconds at most for answers. So ranks that have ended, hang without releasing the GIL or are cut off
+cost no more than that, and are named as silent.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _QUESTION_TAG, _ANSWER_TAG = 1, 2
 # The number of the question, the digest of a group's name and ranks, and the number of a module
 # that is asked about, or 0 for the group's collectives.
 _QUESTION = struct.Struct("<q16sq")
-# The number of the question, and that of collectives entered; the last one in words follows.
+# The number of the question, and how many collectives were entered; the last one in words follows.
 _ANSWER = struct.Struct("<qq")
 _MOST_BYTES = 1024
 
-# Instead of a number of collectives.
+# Sent instead of a number of collectives.
 _UNKNOWN_GROUP = -1
 
-# How many differences are told before "and others".
+# How many differences are shown before "and others".
 _SHOWN = 4
 
-# What a rank says that waits for a bucket of another module.
+# What a rank says if it waits for a bucket of another module.
 _ELSEWHERE = "it waits for "
 
 
@@ -148,9 +148,9 @@ class RollCall:
         Takes up to some seconds.
 
         Args:
-            group: of the wrapped module.
+            group: the wrapped module's.
             module: its number in the group.
-            number: of the bucket, as bucket_progress.py counts them.
+            number: the bucket's, as bucket_progress.py counts them.
         """
         if self._thread is None:
             return f"Which ranks are missing cannot be told with {settings.PROGRESS_THREAD.name}=0"
@@ -203,7 +203,7 @@ class RollCall:
                     last = data[_ANSWER.size :].decode(errors="replace")
                     answers[asked[world_rank]] = _Answer(entered, last)
         except MPI.Exception:
-            pass  # of a connection to a rank that is no more: it will be named as silent
+            pass  # of a connection to a rank that has ended: it will be named as silent
         finally:
             self._asking.release()
         return answers
@@ -281,7 +281,7 @@ def _last_of(group: RunningGroup) -> str:
 
 
 def _doing(module: WrappedModule, group: RunningGroup, groups: Sequence[RunningGroup]) -> str:
-    """Return what a rank does that has not filled a bucket of `module`, in words."""
+    """Return in words what this rank does instead of filling a bucket of `module`."""
     progress = module.describe_progress()
     for other in (each for known in groups for each in known.modules.all()):
         if other is not module and (waits := other.describe_wait()):
@@ -292,7 +292,7 @@ def _doing(module: WrappedModule, group: RunningGroup, groups: Sequence[RunningG
 
 
 def _digest(group: RunningGroup) -> bytes:
-    """Return what the members of `group` call it among themselves."""
+    """Return what identifies `group` on all of its ranks."""
     text = f"{group.group_name}\n{','.join(map(str, group.world_ranks))}"
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 

@@ -24,7 +24,7 @@ PIECE_BYTES = 2 << 20
 
 
 class StateBroadcast:
-    """The way of rank 0's parameters and buffers to all ranks of a process group.
+    """Copies rank 0's parameters and buffers to all ranks of a process group.
 
     Collective.
 

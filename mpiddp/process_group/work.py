@@ -1,16 +1,15 @@
-"""Operations of a process group that are on their way, as torch.distributed.Work.
+"""Operations of a process group that are under way, as torch.distributed.Work.
 
 Note [An operation is a generator]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Each operation of the process group is a generator. Up to its first yield it looks at its arguments
+Each operation of the process group is a generator. Up to its first yield it checks its arguments
 and calls MPI; it yields what it waits for, a `Pending` or a list of them; then it writes results
-where torch expects them, and what it returns is the value of the Work's future, or a function that
-makes it for those who ask. Whoever comes
-first runs that last part, under a lock: the caller in `Work.wait`, a poll by `is_completed`, or
-the threads of mpiddp.process_group.futures.
+where torch expects them. It returns the value of the Work's future, or a function that makes this
+value on demand. Whoever comes first runs that last part, under a lock: the caller in `Work.wait`, a
+poll by `is_completed`, or the threads of mpiddp.process_group.futures.
 
 Only one yield is allowed in an operation that may run while others start: a second MPI call on the
-same communicator would come in another order on each rank. Operations of several steps are
+same communicator could come in a different order on each rank. Operations of several steps are
 completed before the call returns.
 
 Note [Continuations run where they are added]
@@ -41,24 +40,24 @@ if TYPE_CHECKING:
     from mpiddp.process_group.interface import RunningGroup
     from mpiddp.torch_internals.profiling import Event
 
-NOT_GIVEN = timedelta(0)  # of Work.wait in torch
+NOT_GIVEN = timedelta(0)  # torch's default in Work.wait
 
 
 class Work(TorchWork):
-    """One operation on its way. Made by `ProcessGroup`; torch has the meaning of the methods.
+    """One operation under way. Made by `ProcessGroup`; torch defines what the methods mean.
 
     Not collective.
 
     Args:
         group: the process group that runs it.
         name: what torch calls it, such as "all_reduce".
-        operation: what is left of it; see Note [An operation is a generator].
+        operation: its generator, after the first yield; see Note [An operation is a generator].
         pending: what it waits for.
         seconds: how long it may wait for other ranks.
         number: which of the group's collectives it is, from 1; 0: a message.
 
     Attributes:
-        event: ended with the operation, while the profiler runs.
+        event: its event in the profiler, if that runs.
     """
 
     event: Event | None = None
@@ -90,7 +89,7 @@ class Work(TorchWork):
         """Return True when the operation is complete.
 
         Args:
-            timeout: waits at most so long; zero: as long as the group, or the call, allows.
+            timeout: the longest wait; zero: as long as the group, or the call, allows.
 
         Raises:
             RuntimeError: it failed, or other ranks did not come in time. When only `timeout` has
@@ -104,7 +103,7 @@ class Work(TorchWork):
         return True
 
     def wait_for_end(self, seconds: float | None = None) -> bool:
-        """Wait until the operation has ended, well or not; return whether it has in time."""
+        """Wait until the operation has succeeded or failed; return whether it has, in time."""
         if self._operation is not None:
             forks.check(f"the wait for {self.name}")
             seconds = self._seconds if seconds is None else seconds
@@ -122,7 +121,7 @@ class Work(TorchWork):
         return self._operation is None
 
     def is_completed(self) -> bool:
-        """Return whether the operation is complete, well or not."""
+        """Return whether the operation has succeeded or failed."""
         if forks.forked():
             return self._operation is None
         if self._operation is not None and self._lock.acquire(blocking=False):
@@ -148,7 +147,7 @@ class Work(TorchWork):
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Do what `wait` does: MPI is waited for by the caller, and not by a stream."""
+        """Do what `wait` does: the caller waits for MPI, not a stream."""
         self.wait()
 
     def result(self) -> Any:
@@ -173,7 +172,7 @@ class Work(TorchWork):
                 if self._future is None:
                     self._future = self._untold = self._new_future()
             if not self._group.engine.has_thread:
-                # Nobody would move it while its waiter sleeps below Python.
+                # Nobody would make progress on it while its waiter sleeps in C++.
                 self.wait_for_end()
             elif self._operation is not None:
                 self._group.completion.add(self)
@@ -184,7 +183,7 @@ class Work(TorchWork):
     get_future_result = get_future
 
     def is_due(self) -> bool:
-        """Return whether what is waited for is done, or the time is over. Tests nothing."""
+        """Return whether its requests are done, or its time is over. Tests none of them."""
         return (
             self._operation is None
             or all(pending.done for pending in self.pending)
@@ -217,7 +216,7 @@ class Work(TorchWork):
             self._fail(error)
 
     def _drive(self, until: float, gives_up: bool) -> None:
-        """Wait for what is pending; then end. Else, when the time is over, perhaps give up."""
+        """Wait for what is pending, then end; if the time is over before, perhaps give up."""
         try:
             for pending in self.pending:
                 if not pending.wait(max(until - time.monotonic(), 0.0)):
@@ -282,7 +281,7 @@ class Work(TorchWork):
 
 
 class OperationFuture(torch.futures.Future[Any]):
-    """The future of a `Work`: whoever asks in Python moves the operation to its end.
+    """The future of a `Work`: whoever asks it in Python drives the operation to its end.
 
     Not collective.
 
@@ -296,7 +295,7 @@ class OperationFuture(torch.futures.Future[Any]):
         self._work = work
 
     def done(self) -> bool:
-        """Return whether the operation is complete, well or not."""
+        """Return whether the operation has succeeded or failed."""
         self._work.is_completed()
         return super().done()
 
@@ -317,7 +316,7 @@ class OperationFuture(torch.futures.Future[Any]):
 
 
 class CompletedWork(TorchWork):
-    """What a call that has waited already returns."""
+    """The Work of a call that has waited already."""
 
     def wait(self, timeout: timedelta = NOT_GIVEN) -> bool:
         """Return True. Not collective."""

@@ -1,4 +1,4 @@
-"""The wrapped modules of a process group, as a roll call asks for their buckets.
+"""The wrapped modules of a process group: a roll call asks about their buckets.
 
 They are numbered as they are made, in the same order on all ranks.
 """
@@ -12,7 +12,7 @@ __all__ = ["WrappedModule", "WrappedModules"]
 
 
 class WrappedModule(Protocol):
-    """What the reducer of a wrapped module tells of it."""
+    """What the reducer of a wrapped module tells about it."""
 
     number: int
     module_name: str
@@ -21,14 +21,14 @@ class WrappedModule(Protocol):
         """Return a number that grows with each bucket filled, see bucket_progress.py."""
 
     def describe_progress(self) -> str:
-        """Return what its backward passes have come to, in words."""
+        """Return in words how far its backward passes have come."""
 
     def describe_wait(self) -> str:
-        """Return which bucket it waits for just now, in words; "" if for none."""
+        """Return in words which bucket it waits for just now; "" if none."""
 
 
 class WrappedModules:
-    """Those of one process group. Not collective."""
+    """The wrapped modules of one process group. Not collective."""
 
     def __init__(self) -> None:
         self._made = 0
@@ -37,7 +37,7 @@ class WrappedModules:
         )
 
     def add(self, module: WrappedModule, name: str) -> None:
-        """Give a module its number. On all ranks in the same order."""
+        """Give a module its number. Called on all ranks in the same order."""
         self._made += 1
         self._by_number[self._made] = module
         module.number, module.module_name = self._made, name
@@ -47,5 +47,5 @@ class WrappedModules:
         return self._by_number.get(number)
 
     def all(self) -> list[WrappedModule]:
-        """Return those that are still there."""
+        """Return those that still exist."""
         return list(self._by_number.values())

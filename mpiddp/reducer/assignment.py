@@ -26,8 +26,8 @@ class BucketAssignment:
 
     Args:
         parameters: the parameters, by index.
-        expect_sparse: for each, whether its gradient is sparse; such a one has its own bucket.
-        size_limits: bytes of the first bucket, the second, and so on; the last one counts for
+        expect_sparse: for each, whether its gradient is sparse; a sparse one has its own bucket.
+        size_limits: bytes of the first bucket, the second, and so on; the last one holds for
             all others. A bucket is closed by the gradient that reaches its limit.
         process_group: the ranks that must agree.
     """
@@ -51,7 +51,7 @@ class BucketAssignment:
 
         Args:
             arrival_order: all parameter indices as their gradients arrived here; rank 0's
-                counts. None before the first backward.
+                order is used. None before the first backward.
         """
         if arrival_order is None:
             order = list(reversed(range(len(self.parameters))))
@@ -63,8 +63,8 @@ class BucketAssignment:
             self.expect_sparse,
             order,
         )
-        # In the order in which they fill. What torch closes last, one for each dtype and device,
-        # it leaves in an order of its own, which need not be that of another rank's devices.
+        # In the order in which they fill. torch leaves the last bucket of each dtype and device in
+        # an order of its own, which may differ on a rank with other devices.
         last = {index: place for place, index in enumerate(order)}
         buckets.sort(key=lambda bucket: max(last[index] for index in bucket))
         return buckets

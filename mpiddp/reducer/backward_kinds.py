@@ -2,12 +2,12 @@
 
 Note [Passes that return gradients]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-`torch.autograd.grad` and ``backward(inputs=...)`` of other tensors run hooks of outputs,
-as for a gradient penalty, and add to no parameter's gradient: such a pass must reduce nothing, or
-the one that follows would find its iteration reduced already. The engine tells whether it will
-execute the node that accumulates a parameter's gradient. Where it will execute none, either this is
-such a pass, or the outputs reach no parameter on this rank, and then others wait for its zeros: the
-graph is searched, in these cases only.
+`torch.autograd.grad` and ``backward(inputs=...)`` with other tensors, as for a gradient penalty,
+run hooks of outputs and add to no parameter's gradient. Such a pass must reduce nothing, or the
+next one would find its iteration reduced already. autograd's engine tells whether it will execute
+the node that accumulates a parameter's gradient. If it will execute none, either this is such a
+pass, or the outputs reach no parameter on this rank, and the others wait for its zeros. Only then
+is the graph searched.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def accumulates(parameter: torch.Tensor) -> bool:
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError as error:
-        # It is captured. Of other errors nothing follows: compiled autograd cannot tell.
+        # The gradient is captured. Other errors say nothing: compiled autograd cannot tell.
         return "autograd.grad" not in str(error)
 
 
@@ -48,7 +48,7 @@ def adds_to_gradients(parameters: Sequence[torch.Tensor]) -> bool:
 
 
 def _reaches(node: torch.autograd.graph.Node, parameters: Sequence[torch.Tensor]) -> bool:
-    """Return whether the graph from `node` on comes to one of these parameters."""
+    """Return whether the graph from `node` on reaches one of these parameters."""
     wanted = set(map(id, parameters))
     found = {node}
     left = [node]

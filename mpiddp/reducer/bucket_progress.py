@@ -1,8 +1,8 @@
-"""How far a reducer's buckets have come: for ranks whose own bucket has waited in vain.
+"""Tell how far a reducer's buckets are, for ranks whose own bucket has timed out.
 
-What Note [Roll call] in roll_call.py says of collectives holds for buckets too: who has waited in
-vain asks, and a thread of each process answers, also while its program is in backward or waits for
-another bucket.
+What Note [Roll call] in roll_call.py says of collectives holds for buckets too: a rank whose wait
+has timed out asks, and a thread of each process answers, even while its program is in backward or
+waits for another bucket.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def filled(reducer: DescribedReducer) -> int:
 
 
 def explain_missing(reducer: DescribedReducer, bucket: Bucket) -> str:
-    """Return which ranks keep a bucket waiting, and what they do now; it may take seconds.
+    """Return which ranks keep a bucket waiting, and what they do now; may take seconds.
 
     Not collective.
     """
@@ -39,7 +39,7 @@ def explain_missing(reducer: DescribedReducer, bucket: Bucket) -> str:
 
 
 def describe_progress(reducer: DescribedReducer) -> str:
-    """Return what the backward passes have come to, in words. Not collective."""
+    """Return how far the backward passes are, in words. Not collective."""
     text = f"{reducer.reductions} of its backward passes are reduced"
     if reducer.expecting and reducer.ready:
         return (

@@ -1,4 +1,4 @@
-"""Make the buckets of a reducer, on the host or on devices, with memory from their channels."""
+"""Make the buckets of a reducer, on the host or on GPUs, with memory from their channels."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _agreed(
     """Return memory for buckets on one device if all ranks have it. Collective.
 
     Raises:
-        OSError: some rank has not; raised on all ranks, and names that one.
+        OSError: some rank has not; raised on all ranks, and names that rank.
     """
     group = reducer.process_group
     problem: Exception | None = None
@@ -94,17 +94,17 @@ def _agreed(
     except Exception as error:
         problem = error
     if group.size() > 1 and not _everywhere(reducer, problem is None):
-        del memories  # for those who have too little
+        del memories  # for ranks that have too little
         texts = group.allgather_objects("" if problem is None else str(problem))
-        # In shared memory all ranks of a node say which of them has failed.
+        # With shared memory the text already names the rank that failed.
         each = "" if group.channel_pool.shares_memory(reducer.channels[device]) else "rank {}: "
         text = next(each.format(rank) + text for rank, text in enumerate(texts) if text)
-        # Later ones may be laid out anew only in the channel that has the first.
+        # Buckets may be laid out again only in the channel that has the first ones.
         if not reducer.buckets and group.channel_pool.replace_shared(reducer.channels, device):
             if group.rank() == 0:
                 warnings.warn(
-                    f"buckets cannot be had in shared memory, so gradients go through MPI, which "
-                    f"is slower: {text}",
+                    f"buckets cannot be allocated in shared memory, so gradients go through MPI, "
+                    f"which is slower: {text}",
                     stacklevel=2,
                 )
             return _agreed(reducer, device, sizes, tails)
@@ -118,7 +118,7 @@ def _everywhere(reducer: ReducerState, fine: bool) -> bool:
     """Return whether `fine` is true on all ranks. Collective."""
     opts = AllgatherOptions()
     opts.asyncOp = False
-    # No all-reduce: whoever profiles counts those of the buckets.
+    # Not an all-reduce: profilers count those of the buckets.
     flags = torch.zeros(reducer.process_group.size(), dtype=torch.uint8)
     flag = torch.tensor([int(fine)], dtype=torch.uint8)
     reducer.process_group.all_gather_single(flags, flag, opts)

@@ -195,7 +195,7 @@ def raise_other_kind(parameter: str, gradient: torch.Tensor, expected: torch.dty
 
 
 def raise_no_view(process_group: ProcessGroup, parameter: str) -> NoReturn:
-    """Raise for a gradient that has left its bucket while it was averaged. Not collective.
+    """Raise for a gradient that left its bucket while it was averaged. Not collective.
 
     Raises:
         RuntimeError: always.
@@ -220,7 +220,7 @@ def refuse_shared_views(
         others: those of modules that share parameters with it.
 
     Raises:
-        RuntimeError: one of them expects gradients too, and either has them as views.
+        RuntimeError: one of them expects gradients too, and one of the two has views.
     """
     for reference in others:
         other = reference()
@@ -246,7 +246,7 @@ def raise_timed_out(reducer: DescribedReducer, bucket: Bucket, missing: str) -> 
 
     Args:
         reducer: the bucket's.
-        bucket: it was waited for.
+        bucket: the one that was waited for.
         missing: which ranks have not filled it, in a sentence.
 
     Raises:

@@ -1,24 +1,24 @@
-"""Notice ranks that have left a step out, which would else be averaged in silence.
+"""Detect ranks that have left out a step: else wrong gradients are averaged in silence.
 
 Note [Out of step]
 ~~~~~~~~~~~~~~~~~~
-A rank that does not call backward for some forward pass, or catches an exception of one, meets the
-others a step later: its next backward is reduced with their previous one, and so on until the end,
-where they wait for it. The number of reductions does not show it, being the same on all ranks by
-construction. Nor does the number of forward passes: programs are right that run a forward pass
-twice before a backward on some ranks only, for sequences of different lengths say. What travels
-with the gradients (Note [A number in flags] in bucket.pyx) is the number of *lost* forward passes:
-those that would have been reduced, in training mode, outside of no_grad and no_sync, and raised or
-had no output that a backward came to before the next reduction's last bucket was full.
+A rank that does not call backward for some forward pass, or catches an exception of one, gets out
+of step: its next backward is reduced with the others' previous one, and so on until the end, where
+they wait for it. The number of reductions does not show it: it is the same on all ranks by
+construction. Nor does the number of forward passes: a correct program may run two forward passes
+before a backward on some ranks only, say for sequences of different lengths. What travels with the
+gradients (Note [A number in flags] in bucket.pyx) is the number of *lost* forward passes: those in
+training mode, outside of no_grad and no_sync, that raised, or whose outputs no backward reached
+before the next reduction's last bucket was full.
 
-A difference is an error on all ranks. Some programs that do so would go on well for a while: one
-rank prints a sample without no_grad, or draws another batch after a loss of NaN. To the reducer
-they look like the faulty ones, and the ranks come apart at the latest when data run out. So they
-are refused too, and told how to do it right. The error says whether the parameters are still the
-same on all ranks, because then the mean is one. All ranks raise in the same backward and count
-from there anew, so a program that catches the error on all ranks may go on.
-The parameters are compared bit by bit. With a communication hook in Python they may differ by
-intent (post-localSGD), and are not compared. While some rank has joined (`join`) nothing is
+A difference is an error on all ranks. Some programs would work for a while all the same: one rank
+prints a sample without no_grad, or draws another batch after a loss of NaN. The reducer cannot tell
+them from faulty ones, and the ranks diverge at the latest when data run out. So they are refused
+too, and the error says how to do it right. It says whether the parameters are still the same on all
+ranks: then the means were right so far. All ranks raise in the same backward and start counting
+anew, so a program that catches the error on all ranks may continue.
+The parameters are compared bit by bit. With a communication hook in Python they may differ on
+purpose (post-localSGD), and are not compared. While some rank has joined (`join`) nothing is
 compared: its parameters stay behind, and the forward passes of the others are collective.
 """
 
@@ -43,7 +43,7 @@ _warned_of_higher_orders = False
 
 
 class _Pass:
-    """One forward pass; autograd calls it when backward comes to an output of it."""
+    """One forward pass; autograd calls it when backward reaches one of its outputs."""
 
     __slots__ = ("passes", "reached", "reductions")
 
@@ -61,7 +61,7 @@ class _Pass:
 
 @skip_compilation
 class ForwardPasses:
-    """Counts the forward passes of one wrapped module that may come to nothing.
+    """Counts the forward passes of one wrapped module that may be lost.
 
     Not collective.
     """
@@ -80,9 +80,9 @@ class ForwardPasses:
         self._current = _Pass(self)
 
     def end(self, outputs: Sequence[torch.Tensor]) -> None:
-        """See whether backward comes to one of the tensors that forward has returned.
+        """Watch whether backward reaches one of the tensors that forward has returned.
 
-        To be called before the reducer has its own hooks there, which may launch all buckets.
+        Call it before the reducer has its own hooks there, which may launch all buckets.
         """
         current, self._current = self._current, None
         if current is None:
@@ -94,7 +94,7 @@ class ForwardPasses:
             current()  # nothing that a backward could begin at
 
     def settle(self) -> int:
-        """Return how many forward passes are lost for good: all are whose backward is not here."""
+        """Return how many forward passes are lost: all that no backward has reached by now."""
         self.lost += self.unreached
         self.unreached = 0
         self.reductions += 1
@@ -102,7 +102,7 @@ class ForwardPasses:
 
 
 def report(reducer: ReducerState) -> None:
-    """Raise because ranks have lost different numbers of forward passes; count from here anew.
+    """Raise because ranks have lost different numbers of forward passes; start counting anew.
 
     Collective: all ranks know it from the reduced flags. See Note [Out of step].
 
@@ -110,7 +110,7 @@ def report(reducer: ReducerState) -> None:
         RuntimeError: always.
     """
     passes, group = reducer.passes, reducer.process_group
-    # With a hook in Python the parameters may differ, so nobody needs to know.
+    # With a hook in Python the parameters may differ.
     compared = reducer.python_hook is None
     digest = _digest(reducer.parameters) if compared else b""
     everyone = group.allgather_objects((passes.lost, passes.begun, digest))
@@ -132,9 +132,9 @@ def report(reducer: ReducerState) -> None:
         f"rank {group.rank()}: the ranks are out of step. Forward passes without a backward: "
         f"{_losses(group, [(lost, begun) for lost, begun, _ in everyone])}. "
         f"{parameters}A rank that leaves a step out (it catches an exception of forward, or does "
-        f"not call backward) meets the others a step later from then on: leave a step out on all "
-        f"ranks or on none, the optimizer's step as well. A forward pass that wants no backward "
-        f"is run under torch.no_grad(), or by the module itself, model.module."
+        f"not call backward) is out of step from then on: leave a step out on all ranks or on "
+        f"none, the optimizer's step as well. Run a forward pass that needs no backward under "
+        f"torch.no_grad(), or by the module itself, model.module."
     )
 
 

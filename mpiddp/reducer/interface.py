@@ -1,4 +1,4 @@
-"""What errors and reports need of the reducer that they tell of."""
+"""The part of the reducer that errors and reports describe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class DescribedReducer(Protocol):
-    """What errors tell of a reducer."""
+    """A reducer as errors describe it."""
 
     @property
     def expecting(self) -> bool:
@@ -44,7 +44,7 @@ class DescribedReducer(Protocol):
 
     @property
     def waiting_for(self) -> int:
-        """The bucket that this rank waits for, -1: none."""
+        """The bucket that this rank waits for, or -1."""
 
     @property
     def ready(self) -> int:
@@ -64,7 +64,7 @@ class DescribedReducer(Protocol):
 
     @property
     def number(self) -> int:
-        """Which of its group's wrapped modules it is of, from 1."""
+        """The number of its module among those that its group has wrapped, from 1."""
 
     def describe_bucket(self, bucket: Bucket) -> str:
         """Return what to call a bucket in errors."""

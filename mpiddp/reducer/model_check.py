@@ -1,4 +1,4 @@
-"""What the ranks must agree about, and errors that say which of them do not."""
+"""Compare what must be equal on all ranks; the errors name the ranks that differ."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def verify_equal_models(
 
     Args:
         process_group: the ranks to compare.
-        description: what to compare, by the name that the error shall give.
+        description: what to compare, by the name that the error is to give.
         complaint: what the ranks have done if these differ.
 
     Raises:
-        RuntimeError: it names the first differences and their ranks.
+        RuntimeError: they differ; the error names the first differences and their ranks.
     """
     items = list(description.items())
     digest = hashlib.sha256(pickle.dumps(items)).digest()
@@ -93,12 +93,12 @@ def verify_equal_models(
 
 
 def verify_unchanged(reducer: ReducerState) -> None:
-    """Raise on all ranks if parameters are not alike any more where buckets are laid out again.
+    """Raise on all ranks if parameters are no longer alike when buckets are laid out again.
 
     Collective.
 
     Raises:
-        RuntimeError: it names the first parameters that differ, and their ranks.
+        RuntimeError: the error names the first parameters that differ, and their ranks.
     """
     verify_equal_models(
         reducer.process_group,

@@ -26,8 +26,8 @@ def reduce(reducer: ReducerState, joined: bool = False) -> bool:
         Whether some rank missed some of these gradients.
     """
     buckets = [bucket for bucket in reducer.buckets if bucket.sparse]
-    missed = len(buckets)  # the flag behind the parameters' own
-    # Without a dense bucket these also tell of forward passes, see Note [Out of step].
+    missed = len(buckets)  # the flag after the parameters' own
+    # Without a dense bucket these also count forward passes, see Note [Out of step].
     counts = reducer.counting < 0 and reducer.passes is not None
     flags = torch.zeros(missed + 4, dtype=torch.int64)
     if counts and not joined:
@@ -40,7 +40,7 @@ def reduce(reducer: ReducerState, joined: bool = False) -> bool:
     dist.all_reduce(flags, group=reducer.process_group)
     if counts:
         ranks, total_lost, squares = flags[missed + 1 :].tolist()
-        # Equal numbers, and no others, have the squares' mean equal to the mean's square.
+        # They are equal exactly if the mean of their squares is the square of their mean.
         differ = ranks * squares != total_lost * total_lost
         reducer.out_of_step = differ and ranks == reducer.process_group.size()
     for position, bucket in enumerate(buckets):
@@ -58,7 +58,7 @@ def reduce(reducer: ReducerState, joined: bool = False) -> bool:
         with torch.no_grad():
             # Indices and their number are needed on the host in any case.
             total = gradient.detach().coalesce().cpu()
-            # A copy, and so small that the sum is in range where the mean is.
+            # A copy, scaled so that the sum is in range where the mean is.
             scale = scale_of(reducer.process_group.size())
             total = total * scale
             dist.all_reduce(total, group=reducer.process_group)

@@ -1,8 +1,8 @@
 """What the ranks compare before they work together, so that no rank waits for one that differs.
 
 A setting that is wrong or different on one rank changes what is sent or who makes progress: the
-others would hang, or add what is no gradient. So nothing is raised before the comparison, and
-then it is raised on all ranks.
+others would hang, or add bytes that are no gradient. So errors are raised only after the
+comparison, and then on all ranks.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 __all__ = ["compare_debug_levels", "compare_settings"]
 
 _DEBUG_VARIABLE = "TORCH_DISTRIBUTED_DEBUG"
-# With it torch adds a barrier to the making of a group.
+# With it torch adds a barrier when a group is made.
 _BARRIER_VARIABLE = "TORCH_DIST_INIT_BARRIER"
 
-# How many differences are told.
+# How many differences an error shows.
 _SHOWN = 4
 
 
 def compare_settings(communicator: MPI.Intracomm, check: Callable[[], object]) -> None:
-    """Raise on all ranks unless the settings of all are right, and equal where they must be.
+    """Raise on all ranks unless all settings are valid, and equal where they must be.
 
     Collective over `communicator`: one all-reduce of 16 bytes while all is well.
 
@@ -68,7 +68,7 @@ def compare_debug_levels(communicator: MPI.Intracomm, ranks: Sequence[int]) -> N
 
     Args:
         communicator: of the group; nothing else is under way in it.
-        ranks: its ranks' ranks in the world.
+        ranks: the world rank of each of its ranks.
 
     Raises:
         RuntimeError: the debug level is DETAIL on some ranks only.
@@ -130,7 +130,7 @@ def _all_equal(communicator: MPI.Intracomm, text: str) -> bool:
 
 
 def _differences(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int] = ()) -> str:
-    """Return in words what differs between the ranks; `ranks` are their ranks in the world."""
+    """Return in words what differs between the ranks; `ranks` are their world ranks."""
     found = []
     for name, first in everyone[0].items():
         for place, values in enumerate(everyone):

@@ -1,4 +1,4 @@
-"""Initialise MPI, and refuse what the launcher or the MPI cannot give."""
+"""Initialise MPI, and refuse to start if the launcher or the MPI does not fit."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Functions of torch.distributed that take mpiddp: replaced where everybody finds them.
+"""Replace functions of torch.distributed by ones that also handle mpiddp.
 
 - ``init_process_group("mpiddp")`` gets rank, size and store from MPI. torch looks for ranks and
   addresses before it asks a backend for anything, and for "env://", its default, it wants
   MASTER_ADDR. So a call that names our backend is completed before torch sees it.
 - ``split_group``: torch's own splits NCCL's communicators and refuses where there is no
   accelerator. For groups of mpiddp, the members of each part create their own group.
-- ``monitored_barrier``: torch's own knows Gloo's groups only.
+- ``monitored_barrier``: torch's own handles only Gloo's groups.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Let the functions of torch.distributed named above take mpiddp. Not collective.
+    """Let the functions of torch.distributed named above handle mpiddp. Not collective.
 
     A completed ``init_process_group`` is collective over MPI.COMM_WORLD.
     """
@@ -62,7 +62,7 @@ def _completing(torchs: Callable[..., Any]) -> Callable[..., Any]:
         if (
             not names_mpiddp(given.get("backend"))
             or world.is_starting()
-            # Torch has its own words for these.
+            # torch raises its own errors for these.
             or dist.is_initialized()
             or None not in (given.get("store"), given.get("init_method"))
         ):
@@ -82,7 +82,7 @@ def _completing(torchs: Callable[..., Any]) -> Callable[..., Any]:
 def _completed(
     communicator: MPI.Intracomm, topology: nodes.Topology, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments with those that MPI knows. Collective over `communicator`."""
+    """Return the arguments, completed from MPI. Collective over `communicator`."""
     arguments = dict(given)
     in_url = _in_url(given)
     if "rank" not in in_url:
@@ -99,7 +99,7 @@ def _completed(
 
 
 def _bind_device(device: torch.device | int | None) -> None:
-    """Let the world know its GPU: torch tells it to a group that ours replaces."""
+    """Tell the world its GPU: torch tells it to a group that ours replaces."""
     if device is not None:
         accelerator = torch.accelerator.current_accelerator()
         if isinstance(device, int) and accelerator is not None:
@@ -111,9 +111,9 @@ def _bind_device(device: torch.device | int | None) -> None:
 def _refuse_contradictions(
     communicator: MPI.Intracomm, topology: nodes.Topology, given: Mapping[str, Any]
 ) -> None:
-    """Raise on all ranks where one was told something else than MPI says.
+    """Raise on all ranks if one was given a rank or world size that MPI contradicts.
 
-    Collective over `communicator`: with the other ranks waiting, an error on one would hang them.
+    Collective over `communicator`: an error on one rank alone would hang the others.
 
     Raises:
         ValueError: it names what was given and what MPI says.

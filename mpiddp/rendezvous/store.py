@@ -2,12 +2,11 @@
 
 Note [A store that nobody uses]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-torch.distributed wants a store that all ranks share. mpiddp never uses it, groups of other
+torch.distributed wants a store that all ranks share. mpiddp never uses it, but groups of other
 backends do. A TCPStore takes 2 ms of every start, more than all else together, and a connection
-of every rank to rank 0, which at some thousand ranks is more than the files that a process may
-open. So rank 0 only listens, which tells it its port; the system keeps connections waiting. A
-thread that sleeps until one comes makes the server, and a rank connects when it first uses the
-store.
+of every rank to rank 0: with some thousand ranks, more files than a process may open. So rank 0
+only listens, to get a port; the system keeps connections waiting. A thread sleeps until the first
+one comes, and then makes the server; a rank connects when it first uses the store.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class LazyStore(Store):
     """A TCPStore on rank 0 that all ranks share, made at its first use.
 
     Collective over `communicator`; everything else is not collective. Python must hold it for as
-    long as torch does, which keeps only the C++ half.
+    long as torch does: torch keeps only the C++ half.
 
     Args:
         communicator: of all ranks.
@@ -50,7 +49,7 @@ class LazyStore(Store):
         timeout: how long `get` and `wait` wait for a key.
 
     Raises:
-        ConnectionError: in a method: this rank does not reach rank 0 by TCP.
+        ConnectionError: in a method: this rank cannot reach rank 0 by TCP.
         RuntimeError: in a method: the store is closed.
     """
 
@@ -129,7 +128,7 @@ class LazyStore(Store):
                         f"({self._host}:{self._port}), which groups of other backends need, such "
                         f'as new_group(backend="gloo"): {error}'
                     ) from error
-            self._opened.set_timeout(self.timeout)  # which may have been set since
+            self._opened.set_timeout(self.timeout)  # it may have changed since
             return self._opened
 
     def close(self) -> None:
@@ -148,8 +147,8 @@ class LazyStore(Store):
             self._listener.close()
             self._listener = None
 
-    # What torch calls, some of it by its C++ name. It hands queues and list_keys to no store that
-    # is written in Python.
+    # What torch calls, some of it by its C++ name. On a store written in Python it calls no queue
+    # functions and no list_keys.
     set = _forwarded("set")
     get = _forwarded("get")
     add = _forwarded("add")
@@ -166,7 +165,7 @@ class LazyStore(Store):
 
 
 def _listen(host: str) -> socket.socket:
-    """Return a socket that listens on a free port, for both IPs where it is seen elsewhere."""
+    """Return a socket that listens on a free port, by IPv4 and IPv6 unless `host` is given."""
     if not host and socket.has_dualstack_ipv6():
         return socket.create_server((host, 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server((host, 0))

@@ -1,7 +1,6 @@
-"""From a world of MPI ranks to a world of torch.distributed.
+"""Make a world of torch.distributed from a world of MPI ranks, and end it.
 
-Also what must happen when it ends: on request, at interpreter exit, or because a
-rank failed.
+It ends on request, at interpreter exit, or because a rank failed.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class _World:
 
 _world: _World | None = None
 
-# Seconds that a rank which cannot start waits for all others to say the same, and between looks.
+# Seconds that a rank that cannot start waits for all others to say the same; and between looks.
 _PATIENCE = 5.0
 _NAP = 0.001
 
@@ -113,10 +112,10 @@ def init_process_group(
 def begin_world(
     comm: MPI.Intracomm | None, start: Callable[[MPI.Intracomm, Topology], None]
 ) -> None:
-    """Make what lies under torch.distributed, and let `start` initialise that.
+    """Make the world under torch.distributed, and let `start` initialise torch.distributed.
 
-    Collective over `comm`. An exception that not all ranks raise ends the job, unless it comes
-    before the first message; then it does so when nobody catches it.
+    Collective over `comm`. An exception that only some ranks raise ends the job. If it comes
+    before the first message, it does so only if nobody catches it.
 
     Args:
         comm: as for `init_process_group`.
@@ -144,7 +143,7 @@ def begin_world(
 
 
 def _make_world(own: MPI.Intracomm) -> None:
-    """Make what one process has of the world. Collective over `own`, which the world then owns."""
+    """Make this process's part of the world. Collective over `own`, which the world then owns."""
     global _world
     from mpiddp.engine.engine import Engine
     from mpiddp.engine.requests import Requests
@@ -171,9 +170,9 @@ def _make_world(own: MPI.Intracomm) -> None:
 
 
 def _end_unless_all_fail(communicator: MPI.Intracomm, error: BaseException) -> None:
-    """End the job if only some ranks have failed in it: the others wait for them, or soon will.
+    """End the job unless all ranks have failed: the others wait for this one, or soon will.
 
-    Collective where all have. Then each raises its own error, and may begin again.
+    Collective if all have. Then each raises its own error, and may begin again.
     """
     from mpi4py import MPI
 
@@ -188,7 +187,7 @@ def _end_unless_all_fail(communicator: MPI.Intracomm, error: BaseException) -> N
 def _all_are_here(communicator: MPI.Intracomm) -> bool:
     """Return whether all ranks call this within some seconds. Collective if they do.
 
-    By messages: the others may be in a collective, whose messages Open MPI takes for a barrier's.
+    By messages: others may be in a collective, whose messages Open MPI would take for a barrier's.
     """
     from mpi4py import MPI
 
@@ -321,7 +320,7 @@ def _stop_at_exit() -> None:
     if _world is None or _world.process_id != os.getpid():
         return
     uncaught.check_end()
-    uncaught.unwatch()  # threads that go on may meet what is stopped here
+    uncaught.unwatch()  # threads that still run may meet what is stopped here
     _world.completion.stop()
     _world.requests.engine.stop()
     _world.roll_call.stop()

@@ -26,7 +26,7 @@ Run a script written for torchrun on MPI, as it is: torch.distributed gets its r
 DistributedDataParallel is the one of mpiddp. Start it with mpirun or srun.
 """
 
-# What says that the program's own arguments follow.
+# Options that name the program; its own arguments follow.
 _KINDS = {"-m": "module", "-c": "code"}
 
 
@@ -67,7 +67,7 @@ def main() -> int:
     problem = torchrun.set_environment(communicator, topology)
     communicator.Free()
     if problem:
-        # Nobody aborts the job: the others' ends wait for rank 0 to print.
+        # Without an abort: the others wait at their end until rank 0 has printed.
         if topology.rank == 0:
             print(f"{parser.prog}: {problem}", file=sys.stderr)
         return 2
@@ -128,7 +128,7 @@ def _make_parser() -> _Parser:
 
 
 def _parse(parser: _Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Program]:
-    """Return our options, and the program with its own arguments, which are not looked into."""
+    """Return our options, and the program with its own arguments, which are not parsed."""
     own: list[str] = []
     rest = list(arguments)
     while rest and rest[0].startswith("-") and rest[0] not in _KINDS:
@@ -164,7 +164,7 @@ def _direct_output(options: argparse.Namespace, rank: int) -> None:
 
 
 def _replace(options: argparse.Namespace, topology: nodes.Topology) -> str:
-    """Put what the options ask for in the place of what torch has, and return what that was."""
+    """Replace the parts of torch that the options name; return in words what was replaced."""
     replaced = []
     if options.backend != torchrun.KEEP:
         torchrun.replace_backends(options.backend)

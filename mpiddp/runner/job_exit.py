@@ -33,7 +33,7 @@ _TERMINATED = 128 + signal.SIGTERM
 
 
 class JobExit:
-    """Ends this process, and the job where that is due.
+    """Ends this process, and the job if it must end too.
 
     Not collective. Construct it before the program runs: the atexit functions of the program are
     then called before this one's.
@@ -53,13 +53,13 @@ class JobExit:
         atexit.register(self._at_exit)
 
     def exit(self, code: object) -> int:
-        """Return the exit status that ``sys.exit(code)`` stands for; print `code` if it is none."""
+        """Return the exit status of ``sys.exit(code)``; print `code` if it is not a status."""
         if code is None or isinstance(code, int):
             self._status = (code or 0) & 0xFF  # what the system keeps of it
             return self._status
         self._status = 1
         limit = time_limit(1) if self._world_size > 1 else contextlib.nullcontext()
-        # Whatever is wrong with stderr: the end of the job comes later.
+        # A broken stderr must not keep the job from ending.
         with limit, contextlib.suppress(Exception), output.shown_on_terminal():
             print(code, file=sys.stderr)
         return self._status
@@ -84,7 +84,7 @@ class JobExit:
             uncaught.show(error, self._rank)
 
     def watch_sigterm(self) -> None:
-        """Let SIGTERM abort the job, with one status on every MPI.
+        """Let SIGTERM abort the job, with the same status on every MPI.
 
         From another thread, since the main one may be waiting inside of MPI, where no handler
         written in Python is called. A handler that the program installs takes precedence.
@@ -107,10 +107,10 @@ class JobExit:
         threading.Thread(target=watch, name="mpiddp SIGTERM", daemon=True).start()
 
     def _leave_children_alone(self) -> None:
-        """Let forked processes, as of a DataLoader, die of SIGTERM as if this one had no handler.
+        """Let forked processes, such as a DataLoader's, die of SIGTERM as without our handler.
 
-        Until it has forgotten the handler, a child would write to the pipe of this process, so the
-        signal waits as long.
+        Until a child has dropped the handler, it would write to this process's pipe, so SIGTERM is
+        blocked until then.
         """
         mask = threading.local()
 
@@ -132,7 +132,7 @@ class JobExit:
         """Abort the job: as the handler, or in the thread, whichever comes first."""
         if self._terminating.acquire(blocking=False):
             abort_job(_TERMINATED)
-            os._exit(_TERMINATED)  # MPI had been finalised
+            os._exit(_TERMINATED)  # MPI was finalised already
 
     def _at_exit(self) -> None:
         if os.getpid() != self._process_id:

@@ -20,7 +20,7 @@ from mpiddp.runner import output_relay
 
 __all__ = ["release", "send_by_line", "send_tagged", "send_to_files", "shown_on_terminal"]
 
-# Seconds that the program beside this one may take to pass on what it has.
+# Seconds that the relay may take to pass on what it has.
 _PATIENCE = 2.0
 
 # stdio.h of Linux: a stream that is flushed at the end of each line.
@@ -30,14 +30,14 @@ _STREAMS = (1, 2)
 
 # Where the two streams went before, while they are redirected.
 _before: list[int] = []
-# The program that passes them on, and a socket to it.
+# The relay that passes them on, and a socket to it.
 _pump: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
 
 def send_by_line() -> None:
-    """Send each line of Python's and of C's stdout when it ends. Not collective.
+    """Flush the output of Python and of C at the end of each line. Not collective.
 
-    A rank may be killed at any time, because another one failed; what it printed is then out.
+    A rank may be killed at any time, because another one failed; its output must not be lost.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -91,7 +91,7 @@ def _redirect(*targets: int) -> None:
 
 
 def release() -> None:
-    """Send stdout and stderr where they went before, after all that was printed until now.
+    """Send stdout and stderr where they went before, after passing on all output so far.
 
     Not collective. Does nothing when they were not redirected.
     """
@@ -109,15 +109,15 @@ def release() -> None:
     with contextlib.suppress(OSError), control:
         control.send(b".")
         control.recv(1)
-    # It goes on while child processes of this one print.
+    # The relay goes on while child processes of this one print.
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(0.2)
-    process.returncode = process.returncode or 0  # nobody is to be warned that it still runs
+    process.returncode = process.returncode or 0  # no warning that it still runs
 
 
 @contextlib.contextmanager
 def shown_on_terminal() -> Iterator[None]:
-    """Within, what Python prints to sys.stderr also goes where it went before a file took it."""
+    """Within it, also print sys.stderr where it went before it was sent to a file."""
     stderr = sys.stderr
     if not _before or _pump is not None or stderr is None:
         yield
@@ -132,7 +132,7 @@ def shown_on_terminal() -> Iterator[None]:
 
 
 class _Both(io.TextIOBase):
-    """A text stream that writes to two, and raises where neither takes anything."""
+    """A text stream that writes to others, and raises only if all of them fail."""
 
     def __init__(self, *streams: TextIO) -> None:
         self._streams = streams

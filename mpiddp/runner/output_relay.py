@@ -5,7 +5,7 @@
 It reads the rank's stdout from its own stdin and the rank's stderr from the descriptor ERROR_PIPE,
 puts TAG before each line, and writes to its own stdout and stderr, and all of it untagged to the
 files. It ends when nobody can write to the pipes any more: what a killed rank wrote is not lost.
-On a byte through the socket CONTROL it passes on what it has, and answers with a byte.
+When a byte comes through the socket CONTROL, it passes on what it has, and answers with a byte.
 
 Run as a file, without the package around it: it must start in milliseconds.
 """
@@ -27,7 +27,7 @@ import time
 # What launchers read from a rank at a time: they may put another rank's output after it, so a
 # write must hold whole lines and no more than this.
 _AT_A_TIME = 4096
-# Seconds that a launcher which does not read is waited for before the next write.
+# Seconds to wait for a launcher that does not read, before writing all the same.
 _PATIENCE = 1.0
 
 # A progress bar's line ends with the carriage return that begins its next one.
@@ -40,8 +40,8 @@ class Stream:
     Args:
         source: descriptor to read from.
         target: descriptor of the terminal or the launcher.
-        tag: what to put before each line there; nothing passes everything on as it comes.
-        file: name of a file for everything, untagged; nothing is none.
+        tag: what to put before each line there; empty passes everything on as it comes.
+        file: name of a file for everything, untagged; empty for none.
     """
 
     def __init__(self, source: int, target: int, tag: bytes, file: str) -> None:
@@ -65,7 +65,7 @@ class Stream:
             self._pass_on(data)
 
     def flush(self) -> None:
-        """Pass on the beginning of a line as if it were one."""
+        """Pass on an unfinished line as if it were whole."""
         if self._pending:
             self._write(self._tag + self._pending.rstrip(b"\r") + b"\n")
             self._pending = b""

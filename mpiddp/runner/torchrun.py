@@ -1,7 +1,7 @@
-"""What scripts written for torchrun find when it is MPI that starts them.
+"""Give scripts written for torchrun what they expect when MPI starts them.
 
-Its environment variables, and in the place of torch's backends and of torch's
-DistributedDataParallel ours.
+That is torchrun's environment variables, and our backend and DistributedDataParallel in place of
+torch's.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def limit_threads(topology: Topology) -> bool:
 
 
 def replace_backends(backend: str) -> None:
-    """Let init_process_group start `backend` for each of torch's own, and for none.
+    """Let init_process_group start `backend` for each of torch's own, and if none is named.
 
-    Groups beside the world keep their backend, such as Gloo, if this machine can run it. Not
+    Groups other than the world keep their backend, such as Gloo, if this machine can run it. Not
     collective.
     """
 
@@ -133,12 +133,12 @@ def replace_backends(backend: str) -> None:
 def replace_ddp(derived: bool) -> None:
     """Let torch's DistributedDataParallel construct ours where its group is one of mpiddp.
 
-    Whoever holds torch's class, by whatever import, gets it: the class stays; calling it constructs
+    However the script imported torch's class, it gets ours: the class stays; calling it constructs
     our subclass. Not collective.
 
     Args:
-        derived: whether classes that are derived from torch's from now on are derived from ours.
-            They refuse groups of other backends then.
+        derived: whether classes that derive from torch's from now on derive from ours instead.
+            They then refuse groups of other backends.
     """
     torchs = torch.nn.parallel.DistributedDataParallel
     signature = inspect.signature(torchs.__init__)

@@ -1,7 +1,7 @@
 """Keep torch.compile from tracing mpiddp's own Python code.
 
-torch excludes its own wrapper from compilation, frame by frame. What it calls of ours, to copy
-buffers or to log, would else be compiled each for itself: slowly, and in vain where the code
+torch excludes its own wrapper from compilation, frame by frame. Our functions that it calls, to
+copy buffers or to log, would otherwise be compiled one by one: slowly, and in vain where the code
 meets a process group, which is opaque to the compiler.
 """
 
@@ -22,7 +22,7 @@ _SKIP_FRAME = eval_frame._FrameExecStrategy(
 
 
 def skip_compilation(code: Traced) -> Traced:
-    """Have torch.compile leave a function, or a class's own methods, and all they call, alone."""
+    """Exclude a function, or a class's own methods, and all they call, from torch.compile."""
     members = vars(code).values() if isinstance(code, type) else [code]
     for member in members:
         function = member.fget if isinstance(member, property) else member
@@ -33,5 +33,5 @@ def skip_compilation(code: Traced) -> Traced:
 
 
 def compile_what_it_calls(function: types.FunctionType) -> None:
-    """Have torch.compile leave a function alone, but not what it calls."""
+    """Exclude a function, but not what it calls, from torch.compile."""
     eval_frame.set_code_exec_strategy(function.__code__, _SKIP_FRAME)

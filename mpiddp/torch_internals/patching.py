@@ -1,4 +1,4 @@
-"""Put something of ours in the place of a function of torch, for everyone who holds it.
+"""Replace a function of torch by one of ours, for everyone who holds it.
 
 Note [Functions held by name]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -27,8 +27,8 @@ def replace_function(held: Function, make: Callable[[Function], Function]) -> No
     May be applied several times; the last is called first. Not collective.
 
     Args:
-        held: a decorated function of torch, or a plain one: then only the modules that are
-            loaded are changed.
+        held: a decorated function of torch, or a plain one, which is replaced only in modules
+            that are loaded already.
         make: takes the function that is replaced and returns the one to call.
     """
     cell = _cell_of_wrapped(held)

@@ -1,8 +1,7 @@
-"""Events in torch's profiler that begin here and end elsewhere, as those of torch's own backends.
+"""Events in torch's profiler that begin here and end elsewhere, like those of torch's own backends.
 
-torch tells asynchronous events by their threads: one that begins in one thread and ends in
-another. So they are ended in a thread that does nothing else. Nothing here costs anything
-while no profiler runs.
+torch takes an event for asynchronous if it begins in one thread and ends in another. So a thread
+that does nothing else ends them. Nothing here costs anything while no profiler runs.
 """
 
 from __future__ import annotations
@@ -53,18 +52,18 @@ class BucketEvents:
         self._events: dict[int, Event] = {}
 
     def begin(self, index: int) -> None:
-        """See that bucket number `index` is launched."""
+        """Note that bucket number `index` is launched."""
         self._events[index] = Event("all_reduce")
 
     def end(self, index: int) -> None:
-        """See that it was reduced, if it was seen before."""
+        """Note that it was reduced, if its launch was noted."""
         event = self._events.pop(index, None)
         if event is not None:
             event.end()
 
 
 def searching_unused_parameters(wanted: bool) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which it is found out what gradients there are before a backward.
+    """Return a context for the search for unused parameters before a backward.
 
     Args:
         wanted: whether to let the profiler see it.

@@ -1,4 +1,4 @@
-"""What mpiddp needs of torch that its releases have differently, as torch 2.13 has it."""
+"""What differs between the releases of torch, in the form of torch 2.13."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-# In MiB. torch 2.11 refuses buckets of size 0; of this, whole bytes are 0 as well.
+# In MiB. torch 2.11 refuses buckets of size 0; this is 0 in whole bytes as well.
 _BELOW_A_BYTE = 2**-21
 
 
@@ -62,21 +62,21 @@ else:
 
 def factor_of(op: dist.ReduceOp) -> Any:
     """Return the factor of a PREMUL_SUM, None where there is only the kind of operation."""
-    if type(op) is not dist.ReduceOp:  # the kind says that it is an instance
+    if type(op) is not dist.ReduceOp:  # isinstance() is true for the kind too
         return None
     # Before torch 2.13 only pickling gets at it.
     return op.factor if hasattr(op, "factor") else op.__getstate__()[1]  # type: ignore[attr-defined]
 
 
 class _InPlace(int):
-    """A rank that sorting leaves where it stands among others of its kind."""
+    """A rank that keeps its place among others of its kind when sorted."""
 
     def __lt__(self, other: int) -> bool:
         return False if isinstance(other, _InPlace) else int(self) < other
 
 
 def new_group_in_order(ranks: Sequence[int], **options: Any) -> Any:
-    """Do `dist.new_group`, with its arguments, of ranks in this order. Collective."""
+    """Do `dist.new_group`, with its arguments, for ranks in this order. Collective."""
     if "sort_ranks" in inspect.signature(dist.new_group).parameters:
         return dist.new_group(list(ranks), sort_ranks=False, **options)
     # Before torch 2.12 it always sorts them.
@@ -86,7 +86,7 @@ def new_group_in_order(ranks: Sequence[int], **options: Any) -> Any:
     return group
 
 
-# What wrapper.py overrides or calls of torch's own class.
+# The methods of torch's own class that wrapper.py overrides or calls.
 _WRAPPER_METHODS = (
     "_ddp_init_helper",
     "_build_params_for_reducer",

@@ -38,8 +38,8 @@ class Owner(Protocol):
 class ChannelPool:
     """Lends channels, each with a communicator of its own, to the reducers of a process group.
 
-    Communicators are a limited resource and may only be freed together, while reducers are
-    garbage-collected at a different time on each rank: so channels are kept and lent again, and the
+    Communicators are a limited resource, and all ranks must free one together. But reducers are
+    garbage-collected at a different time on each rank. So channels are kept and lent again, and the
     ranks agree on one that is idle on all of them.
 
     Args:
@@ -57,8 +57,8 @@ class ChannelPool:
 
         Args:
             transport: one of `mpiddp.transports.choice.TRANSPORTS`, the same on all ranks.
-            device: where the gradients are, which may be another one on each rank; None on all
-                ranks for the CPU.
+            device: where the gradients are, which may differ between ranks; None on all ranks for
+                the CPU.
         """
         kind = (transport, device)
         free = torch.ones(len(self._channels), dtype=torch.uint8)
@@ -86,7 +86,7 @@ class ChannelPool:
 
         Args:
             transport: as for `_acquire_one`.
-            parameters: on all ranks on as many devices, in the same order.
+            parameters: on the same number of devices on all ranks, in the same order.
         """
         lent: dict[torch.device, Channel] = {}
         try:
@@ -99,7 +99,7 @@ class ChannelPool:
         return lent
 
     def replace_shared(self, lent: dict[torch.device, Channel], device: torch.device) -> bool:
-        """Replace a channel over shared memory by one over MPI; return whether it was one.
+        """Replace a channel over shared memory by one over MPI; return whether it was replaced.
 
         Collective. Only where the user did not ask for shared memory.
 

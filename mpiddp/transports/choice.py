@@ -1,6 +1,6 @@
 """Choose how the gradients of a module travel: the one place that knows all transports.
 
-Those on a GPU: `gpu_choice` chooses for them, and "staging" lies over one of these here.
+For gradients on a GPU `gpu_choice` chooses; its "staging" uses one of the transports here.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from mpiddp.engine.engine import Channel, Engine
 
 
-# Where a bucket is sent, the wire is idle until the first large one is full: 4 MiB instead of
-# torch's 25 took a fifth off a step between two hosts. Inside a node it makes no difference.
+# Between nodes the wire is idle until the first large bucket is full: 4 MiB instead of torch's 25
+# took a fifth off a step between two hosts. Inside a node it makes no difference.
 BUCKET_BYTES_BETWEEN_NODES = 4 << 20
 BUCKET_BYTES_INSIDE_NODE = 25 << 20
 
-# What MPI_Iallreduce gets at once. Between two nodes two chunks of 512 KiB fill a wire of 1 Gbit/s
-# in both directions, and four of 1 MiB take half as long again. Between four nodes these take a
-# tenth less than those: a chunk has more messages one after the other, each a part of it. More
-# than four nodes could not be measured.
+# What MPI_Iallreduce gets at once. Between two nodes, two chunks of 512 KiB fill a wire of 1 Gbit/s
+# in both directions; four of 1 MiB take half as long again. Between four nodes, four of 1 MiB take
+# a tenth less than two of 512 KiB: each chunk is sent in more and smaller messages, one after the
+# other. More than four nodes could not be measured.
 CHUNK_BYTES = 512 << 10
 CHUNK_BYTES_OF_MANY = 1 << 20
 MOST_CHUNKS = 8
@@ -89,7 +89,7 @@ def open_channel(
         OSError: "shared" was asked for, and the ranks of a node cannot share memory.
         GpuError: the device's runtime refuses to make streams.
         ValueError: MPIDDP_DEVICE_TRANSPORT names no transport.
-        RuntimeError: it names another one on another rank.
+        RuntimeError: it differs between ranks.
     """
     runtime = None if device is None else runtime_of(device)
     if device is None or runtime is None:
@@ -109,7 +109,7 @@ class WorldOfOneMemory:
         device: where the buckets are.
     """
 
-    # The engine takes it for no transport.
+    # To the engine, 0 is no transport.
     address = 0
 
     def __init__(self, device: torch.device) -> None:
@@ -120,7 +120,7 @@ class WorldOfOneMemory:
 
         Args:
             sizes: of the buckets, with their tails.
-            tails: what of each stays in host memory, in bytes; None: nothing.
+            tails: how much of each stays in host memory, in bytes; None: nothing.
         """
         return [
             GpuMemory(
@@ -154,7 +154,7 @@ def chunks_in_flight(nodes: int) -> tuple[int, int]:
     Not collective.
 
     Args:
-        nodes: how many the ranks are on.
+        nodes: how many nodes the ranks are on.
     """
     if nodes <= 2:
         return 2, CHUNK_BYTES
@@ -166,8 +166,8 @@ def _make_iallreduce(communicator: MPI.Comm, node_count: int) -> IallreduceTrans
     return IallreduceTransport(communicator, chunk_bytes=chunk_bytes, window=window)
 
 
-# The transports that treat all ranks of a communicator alike, by name, and what makes one of the
-# communicator and the number of its nodes. A new transport has its line here.
+# The transports that treat all ranks of a communicator alike, by name, and the function that makes
+# one from the communicator and the number of its nodes. A new transport gets its line here.
 MAKERS: dict[str, Callable[[MPI.Comm, int], HostTransport]] = {
     "mpi": _make_iallreduce,
 }

@@ -3,15 +3,15 @@
 Note [The choice]
 ~~~~~~~~~~~~~~~~~
 "staging" copies gradients through pinned host memory and works with every MPI. "device" gives the
-GPU's memory to MPI_Iallreduce, and "ring" sends it around and adds on the GPU. Both can take the
-job down where the MPI cannot do that, whatever it says. So one of them is only taken where
+GPU's memory to MPI_Iallreduce, and "ring" sends it around and adds on the GPU. Both can crash the
+job if the MPI cannot do that, whatever it says. So one of them is only chosen if
 
 1. the MPI is known to support it, or says so (`gpu_support`); a name in the environment
    stands in for that,
-2. on every node, a small job beside this one has computed right sums that way (`gpu_trial`).
+2. on every node, a small job beside this one has computed correct sums that way (`gpu_trial`).
 
-Both need the BLAS library that torch loads for a GPU: for the ring's sums, and "device" for
-16-bit elements, which MPI cannot add.
+Both need the BLAS library that torch loads for a GPU: "ring" for its sums, "device" for 16-bit
+elements, which MPI cannot add.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STAGING = "staging"
 AUTO = "auto"
 GPU_TRANSPORTS = (AUTO, STAGING, DEVICE, RING)
 
-# What trials on this rank's node have said: of a way on a device.
+# Results of the trials on this rank's node, by way and device.
 _tried: dict[tuple[str, torch.device], tuple[int, str]] = {}
 _logged: set[tuple[str, str]] = set()
 
@@ -128,7 +128,7 @@ def _agree(communicator: MPI.Comm, device: torch.device, asked: str) -> Choice:
     everywhere = communicator.allgather((ways, why))
     shared = [way for way in ways if all(way in of_rank for of_rank, _ in everywhere)]
     if not shared:
-        # The reason of a rank that has fewest.
+        # The reason of the rank with the fewest ways.
         return Choice(STAGING, min(everywhere, key=lambda one: len(one[0]))[1])
 
     node = nodes.ranks_of_node(communicator)
@@ -149,14 +149,14 @@ def _agree(communicator: MPI.Comm, device: torch.device, asked: str) -> Choice:
 
 
 def wait_napping(communicator: MPI.Comm) -> None:
-    """Wait for all ranks with naps: a trial on this node needs the cores. Collective."""
+    """Wait for all ranks, mostly asleep: a trial on this node needs the cores. Collective."""
     request = communicator.Ibarrier()
     while not request.Test():
         time.sleep(0.01)
 
 
 def candidates(device: torch.device, asked: str = AUTO) -> tuple[tuple[str, ...], str]:
-    """Return what is worth a trial on this rank, and why that. Not collective.
+    """Return the ways that are worth a trial on this rank, and why. Not collective.
 
     Args:
         device: the GPU.

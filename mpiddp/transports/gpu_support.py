@@ -1,4 +1,4 @@
-"""What is known of MPI libraries and pointers into GPU memory, and what a library says of itself.
+"""What is known about GPU memory in each MPI library, and what a library says of itself.
 
 Nothing here is proof: `gpu_trial` tries what looks possible before it is used.
 """
@@ -66,7 +66,7 @@ class Knowledge:
         vendor: as in `Library`.
         since: first version.
         ways: of `DEVICE` and `RING`, those that may work.
-        why: a sentence, for people.
+        why: a sentence for the user.
         switches: an environment variable and the value that it must have, for CUDA and for ROCm;
             None where there is nothing to switch on. `unless`: the value that switches it off.
     """
@@ -85,12 +85,12 @@ class Knowledge:
 #   5.x: coll/cuda and coll/accelerator intercept blocking reductions only. Ireduce and Iallreduce
 #   end in a segmentation fault: github.com/open-mpi/ompi/issues/9845 and 12045, both open.
 # MPICH: github.com/pmodels/mpich/wiki, "GPU Support Matrix (3.4.x)": messages and collectives
-#   with operations on NVIDIA's, the latter with extra copies: they go through host memory
+#   with operations on NVIDIA GPUs, the latter with extra copies: they go through host memory
 #   (MPIR_Coll_host_buffer_alloc in its sources). For AMD not before 4. MPIR_CVAR_ENABLE_GPU=0
 #   switches it off.
 # Cray MPICH: NERSC's and CSCS's documentation: MPICH_GPU_SUPPORT_ENABLED=1, and the GTL library
 #   (libmpi_gtl_cuda, libmpi_gtl_hsa) linked; "If either of these are missing, the application
-#   will fail". Segmentation faults then.
+#   will fail", with a segmentation fault.
 # MVAPICH2: only its GDR variant, with MV2_USE_CUDA=1 (2.3.x user guide: nonblocking collectives
 #   from GPU buffers); MV2_USE_ROCM=1 since 2.3.5. MVAPICH 3 and later, "Plus": MVP_ENABLE_GPU=1.
 # ParaStation MPI: its README: PSP_CUDA=1, default 0.
@@ -157,8 +157,8 @@ _UNKNOWN = Knowledge("unknown", (), (DEVICE, RING), "nothing is known of this MP
 # The GTL library of Cray MPICH for each runtime.
 _GTL = {"cuda": "libmpi_gtl_cuda", "hip": "libmpi_gtl_hsa"}
 
-# Functions beyond the standard by which libraries tell what they were built for; they take
-# nothing and return 0 or 1. MPICH has another one, with MPIX_GPU_SUPPORT_CUDA 0 and _HIP 2.
+# Functions beyond the standard by which libraries tell what they were built for; they take no
+# arguments and return 0 or 1. MPICH has another one, with MPIX_GPU_SUPPORT_CUDA 0 and _HIP 2.
 _QUERIES = {
     "cuda": ("MPIX_Query_cuda_support",),
     "hip": ("MPIX_Query_rocm_support", "MPIX_Query_hip_support"),
@@ -168,7 +168,7 @@ _KINDS = {"cuda": "cuda", "hip": "rocm"}
 
 
 def identify(text: str) -> Library:
-    """Return the MPI library whose MPI_Get_library_version says this. Not collective."""
+    """Return the MPI library whose MPI_Get_library_version gives `text`. Not collective."""
     for vendor, pattern in _VENDORS:
         if found := re.search(pattern, text, re.IGNORECASE):
             numbers = tuple(int(part) for part in found[1].split(".") if part)
@@ -189,7 +189,7 @@ def known_of(library: Library) -> Knowledge:
 def ask_library(
     prefix: str, find: Callable[[str], Callable[..., int] | None] | None = None
 ) -> dict[str, bool]:
-    """Return what the MPI in this process says of device memory, by the name of what says it.
+    """Return what the MPI in this process says of GPU memory, by the name of the source.
 
     Not collective; MPI must be initialised.
 
@@ -207,7 +207,7 @@ def ask_library(
         if query(ctypes.c_int(_GPU_TYPES[prefix]), ctypes.byref(supported)) == 0:
             answers["MPIX_GPU_query_support"] = bool(supported.value)
     if _KINDS[prefix] in _alloc_kinds():
-        # Without it nothing is said: a library may name only what the program asked for.
+        # Its absence says nothing: a library may name only what the program asked for.
         answers["mpi_memory_alloc_kinds"] = True
     return answers
 
@@ -289,7 +289,7 @@ def describe_runtime(prefix: str) -> str:
 
 
 def mapped_libraries(start: str) -> list[str]:
-    """Return the paths of the libraries in this process whose names start so. Not collective."""
+    """Return the paths of the loaded libraries whose names begin with `start`. Not collective."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         paths = {line.rstrip("\n").partition("/")[2] for line in maps}
     return sorted(f"/{path}" for path in paths if os.path.basename(path).startswith(f"{start}"))

@@ -1,7 +1,7 @@
 """Try in other processes whether MPI can be given pointers into GPU memory.
 
 An MPI that cannot do what it promises does not return an error: it crashes, hangs or adds
-garbage. So a small job is started beside this one, from one rank, and judged by what it says.
+garbage. So a small job is started beside this one, from one rank, and judged by its output.
 `gpu_trial_rank` is what it runs.
 """
 
@@ -25,17 +25,17 @@ from mpiddp import settings
 
 __all__ = ["trial"]
 
-# For two times importing torch and making a context on the GPU, from a slow file system.
+# Enough to import torch and make a context on the GPU twice, from a slow file system.
 SECONDS = settings.TRIAL_SECONDS.unset
 RANKS = 2
 
-# What a rank says: the first two followed by the number of ranks, the last by what is wrong.
+# What a rank prints: the first two followed by the number of ranks, the last by the error.
 STARTED = "mpiddp trial: a rank of"
 PASSED = "mpiddp trial: right sums on a rank of"
 FAILED = "mpiddp trial: failed: "
 
-# What launchers tell a rank about its job. A rank of another job must not see it; settings of
-# users (OMPI_MCA_, PRTE_MCA_, MPICH_, MPIR_) it must see.
+# What launchers tell a rank about its job. A rank of another job must not see these, but it must
+# see users' settings (OMPI_MCA_, PRTE_MCA_, MPICH_, MPIR_).
 _OF_A_JOB = (
     "PMI_", "PMIX_", "PRTE_", "OMPI_", "HYDI_", "HYDRA_", "MPI_LOCAL", "PALS_", "ALPS_", "SLURM_",
     "FLUX_", "MPIEXEC_",
@@ -65,21 +65,21 @@ def trial(
     program: Sequence[str] | None = None,
     launchers: Sequence[str] | None = None,
 ) -> tuple[int, str]:
-    """Average gradients on a GPU in a job of its own; return on how many ranks, or what failed.
+    """Average gradients on a GPU in a separate job; return on how many ranks, or what failed.
 
-    Not collective, and nothing that happens to that job concerns this one.
+    Not collective, and nothing that happens to that job affects this one.
 
     Args:
         way: "device" or "ring".
         device: the GPU to use.
-        runtime: path and prefix of a runtime that stands for GPUs of this type.
+        runtime: path and prefix of a runtime that stands in for GPUs of this type.
         seconds: after which the job is ended.
         program: what to run as its ranks, for tests.
-        launchers: programs that start a job; None are those that belong to this MPI.
+        launchers: programs that start a job; None means those that belong to this MPI.
 
     Returns:
-        The ranks of the job and "", or 0 and why it failed. It has one rank where none of the
-        launchers can start two from here: then no sum was computed.
+        The ranks of the job and "", or 0 and why it failed. It has one rank if no launcher
+        can start two from here: then no sum was computed.
     """
     if program is None:
         arguments = [way, f"{device.type}:{device.index or 0}", *(runtime or ())]
@@ -113,7 +113,7 @@ def find_launchers() -> list[str]:
 
 
 def environment_of_a_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables for a job that has nothing to do with this one. Not collective."""
+    """Return the environment for a job that is independent of this one. Not collective."""
     kept = {
         name: value
         for name, value in environment.items()
@@ -133,7 +133,7 @@ def _run(command: Sequence[str], ranks: int, seconds: float) -> tuple[bool, str]
         try:
             process = subprocess.Popen(
                 command,
-                # Elsewhere than where a source folder may hide the package.
+                # Not where a source folder may hide the package.
                 cwd=tempfile.gettempdir(),
                 env=environment_of_a_job(os.environ)
                 | {settings.TRIAL_SECONDS.name: f"{seconds:g}"},

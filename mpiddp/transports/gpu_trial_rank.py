@@ -2,7 +2,7 @@
 
     python -m mpiddp.transports.gpu_trial_rank device|ring TYPE:INDEX [LIBRARY PREFIX]
 
-The last two name a runtime that stands for the GPU's.
+The last two name a runtime that stands in for the GPU's.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Be one rank of the job. Collective over its ranks."""
-    # Should whoever waits for it be killed, it does not stay.
+    """Run one rank of the job. Collective over its ranks."""
+    # It ends even if the process that waits for it is killed.
     signal.alarm(int(settings.TRIAL_SECONDS.read()) + 1)
     way, name, *runtime = arguments
     from mpi4py import MPI
@@ -45,10 +45,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def average_and_check(way: str, communicator: MPI.Comm, device: torch.device) -> None:
-    """Sum on the GPU what can be checked. Collective.
+    """Sum known values on the GPU, and check the sums. Collective.
 
     Raises:
-        RuntimeError: a sum is wrong, or does not come.
+        RuntimeError: a sum is wrong, or takes too long.
     """
     from mpi4py import MPI
 

@@ -2,7 +2,8 @@
 
 Most tests of DistributedDataParallel there move a module to GPU number `rank`, although nothing
 in them needs one. Here such moves change nothing, `device_ids` are left out, and streams and events
-do nothing. What does need a GPU fails on Gloo then as well, and is not asked of others.
+do nothing. Large images are cut: their convolutions take minutes on CPUs. What does need a GPU
+fails on Gloo then as well, and is not asked of others.
 """
 
 import contextlib
@@ -39,6 +40,8 @@ def stand_in(suite: types.ModuleType) -> None:
     torch.Stream = _Stream  # type: ignore[misc, assignment]
     torch.Event = _Stream  # type: ignore[misc, assignment]
     torch.accelerator.current_stream = _Stream  # type: ignore[assignment]
+    base = suite.DistributedTest._DistTestBase
+    base._run_uneven_inputs_test = _with_small_images(base._run_uneven_inputs_test)
 
 
 def without_devices(init: Callable[..., None]) -> Callable[..., None]:
@@ -49,6 +52,17 @@ def without_devices(init: Callable[..., None]) -> Callable[..., None]:
         init(*args, **{**kwargs, "device_ids": None, "output_device": None})
 
     return initialise
+
+
+def _with_small_images(run: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(run)
+    def run_smaller(self: Any, test_case: Any, *args: Any, **kwargs: Any) -> None:
+        images = test_case.inp
+        if isinstance(images, torch.Tensor) and images.dim() == 4:
+            test_case = test_case._replace(inp=images[..., :64, :64])
+        run(self, test_case, *args, **kwargs)
+
+    return run_smaller
 
 
 class _Stream:

@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from group_data import rank, size
 
@@ -91,6 +92,15 @@ def test_no_time_at_all(part: Any) -> None:
     """As torch says it, on rank 0; the others are not here yet."""
     if rank() == 0:
         assert "Rank 0 timed out in monitoredBarrier" in error(part, timeout=timedelta(0))
+
+
+def test_messages_of_a_failed_barrier_reach_no_other_operation(part: Any) -> None:
+    if rank() == 1:
+        error(part)
+    dist.barrier()
+    received = [torch.zeros(1, dtype=torch.int64) for _ in range(size())]
+    dist.all_to_all(received, [torch.tensor([10 * rank()])] * size(), group=part)
+    assert torch.cat(received).tolist() == [10 * each for each in range(size())]
 
 
 @pytest.mark.mpi(min_size=3)

@@ -294,7 +294,7 @@ def test_gpu():
     )
     options, _ = launch.parse(["--short"])
     command = [sys.executable, *launch.pytest_command(options, tmp_path), "--collect-only", file]
-    subprocess.run(command, cwd=launch.TESTS, check=True, timeout=100)
+    subprocess.run(command, cwd=launch.SUPPORT, check=True, timeout=100)
     tests = launch.RankReport.read(tmp_path / "rank-0.jsonl").tests
     bounds = {test.partition("::")[2]: sizes for test, sizes in tests.items()}
     assert bounds == {"test_ranks": [1, sys.maxsize], "test_gpu": [1, 2]}

@@ -209,7 +209,7 @@ def test_a_job_is_requeued_and_a_second_one_resumes(slurm: Slurm) -> None:
 def test_runner_on_two_nodes(slurm: Slurm, how: str) -> None:
     """An unmodified script, whose last rank, on the second node, ends the step."""
     logs = slurm.folder / f"logs-{how}"
-    place = str(ROOT / "tests" / "scripts" / "place.py")
+    place = str(ROOT / "tests" / "support" / "scripts" / "place.py")
     done = slurm.srun("-m", "mpiddp", "--log-dir", str(logs), "--tag-output", place, how)
     for rank, where in enumerate(["node1: 0 2 0", "node1: 1 2 0", "node2: 0 2 1", "node2: 1 2 1"]):
         written = (logs / f"rank-{rank}.out").read_text()

@@ -1,6 +1,6 @@
 """Each collective as a call that a test can make with tensors wherever it wants them.
 
-What the tensors hold first, and what they hold then, is left to the test.
+What the tensors hold before and after the call is left to the test.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ class Call(NamedTuple):
     """A collective of given tensors.
 
     Attributes:
-        read: what the tensors that it reads hold at first, on this rank.
+        read: tensors that it reads, with what they hold at first on this rank.
         room: tensors that it only writes to.
         run: calls it with such tensors, asynchronously or not, and returns Works to wait for.
         writes_read: whether it writes to those that it reads.
@@ -47,7 +47,7 @@ def _works(work: Any) -> Sequence[Any]:
 
 
 def calls() -> dict[str, Callable[[], Call]]:
-    """Return how to make each collective's call, by its name."""
+    """Return for each collective, by its name, how to make its call."""
 
     def all_reduce() -> Call:
         return Call(

@@ -1,7 +1,7 @@
 """The GPU that a test runs on: the simulated one, or the real one of this rank.
 
 A test that takes `gpu` of `PLACES` runs on both: on the simulated one always, on a real one when
-`-m gpu` asks for it. Both have slow kernels, so that a wait that is left out gives wrong sums.
+`-m gpu` asks for it. Both have slow kernels, so a missing wait shows as a wrong sum.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class SimulatedGpu:
 
     Attributes:
         device: of all tensors.
-        real: whether it is there.
+        real: whether it is a real GPU.
         runtime: its runtime.
-        many: elements, which take several chunks.
+        many: a number of elements that takes several chunks.
         chunk_bytes: the size of a chunk.
     """
 
@@ -77,7 +77,7 @@ class SimulatedGpu:
 
     @contextlib.contextmanager
     def late_sums(self) -> Iterator[None]:
-        """Let the sums of a BLAS library be late, on each rank by another time."""
+        """Delay the sums of the BLAS library, by different times on even and odd ranks."""
         self.runtime.set_sum_delay(0.01 * (1 + RANK % 2))
         yield
         self.runtime.set_sum_delay()
@@ -135,7 +135,7 @@ class RealGpu:
 
     @contextlib.contextmanager
     def late_sums(self) -> Iterator[None]:
-        """Keep the whole GPU busy with other kernels, between which the sums have to wait."""
+        """Keep the whole GPU busy with other kernels, so that the sums have to wait."""
         with torch.cuda.stream(torch.cuda.Stream(self.device)):
             matrix = torch.rand(4096, 4096, device=self.device)
             for _ in range(100):
@@ -161,11 +161,11 @@ def on(place: str) -> Iterator[Gpu]:
 
 
 def require(way: str, device: torch.device) -> None:
-    """Skip the test where this MPI cannot be given memory of the GPU, and say who says so.
+    """Skip the test if this MPI cannot take memory of the GPU, and say how that is known.
 
-    Collective. Whoever skips a test must know that nothing is broken: the table is believed, and
-    a trial in another job. But if an MPI says itself that it was built for this GPU, its trial has
-    to work, or the test fails, as it does without a BLAS library.
+    Collective. A skip must not hide a defect. The table of MPIs and a trial in another job are
+    believed. But if an MPI says itself that it was built for this GPU, its trial has to work, or
+    the test fails, as it does without a BLAS library.
 
     Args:
         way: "device" or "ring".

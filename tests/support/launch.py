@@ -51,7 +51,7 @@ class RankReport:
 
     @classmethod
     def read(cls, path: Path) -> "RankReport":
-        """Read a report; of a rank that was killed, as far as it came."""
+        """Read a report; if the rank was killed, as far as it got."""
         report = cls()
         if not path.exists():
             return report
@@ -167,10 +167,10 @@ def kill_ranks(directory: Path) -> None:
 def run(
     command: list[str], directory: Path, timeout: float, output: int | None = None
 ) -> tuple[int | None, str]:
-    """Run a command and everything it starts, at most for a time.
+    """Run a command and everything it starts, with a time limit.
 
     Returns:
-        The exit status, None when the time was over, and what was printed if `output` is
+        The exit status, None after the time limit, and what was printed if `output` is
         subprocess.PIPE.
     """
     process = subprocess.Popen(
@@ -200,7 +200,7 @@ def run(
 
 
 def pytest_command(options: argparse.Namespace, directory: Path) -> list[str]:
-    """Return what every way to start pytest has in common."""
+    """Return the part of the command that every run of pytest has."""
     return [
         *("-m", "pytest", "-c", str(TESTS.parent / "pyproject.toml")),
         *("-p", "launch_report", f"--launch-report={directory}"),
@@ -282,7 +282,7 @@ def judge(
 
 
 def show_failures(reports: list[RankReport], directory: Path) -> None:
-    """Print what the ranks said about failures, where rank 0 has not said it already."""
+    """Print what the ranks said about failures, unless rank 0 has said it already."""
     shown = set(reports[0].failures) if reports[0].ended else set()
     # When some rank failed, the others stopped because of it and have nothing to add.
     some_failed = any(report.failures for report in reports)
@@ -307,7 +307,7 @@ def run_tests(
     arguments: list[str],
     later: float = 0.0,
 ) -> Totals:
-    """Run the expected tests with a number of ranks, with 0 in plain pytest.
+    """Run the expected tests on `size` ranks, in plain pytest if it is 0.
 
     `later` is how many seconds the runs after this one take.
     """

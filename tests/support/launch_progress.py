@@ -1,8 +1,8 @@
-"""Say while tests run what is running and how much is left, by measured durations.
+"""While tests run, say what is running and how much is left, from measured durations.
 
 `launch_durations.json` holds seconds by number of ranks and test file, from a machine of two cores
-at rest: `python tests/support/launch.py --measure` writes it. Other machines, or a busy one, are
-allowed for: what has run tells how much longer they take.
+at rest: `python tests/support/launch.py --measure` writes it. On another or a busy machine, the
+tests that have run tell how much longer the others take.
 """
 
 import json
@@ -20,7 +20,7 @@ UNKNOWN = 0.5
 
 
 def file_of(test: str) -> str:
-    """Return the file of a test, by its name alone: files may move."""
+    """Return the file of a test without its folder: files may move."""
     return test.partition("::")[0].rpartition("/")[2]
 
 
@@ -33,7 +33,7 @@ def read_durations() -> dict[str, dict[str, list[float]]]:
 
 
 def write_durations(size: int, seconds: Mapping[str, float]) -> None:
-    """Note what each test of a run took."""
+    """Record what each test of a run took."""
     durations = read_durations()
     totals: dict[str, list[float]] = durations.setdefault(str(size), {})
     counts = Counter(file_of(test) for test in seconds)

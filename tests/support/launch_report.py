@@ -1,8 +1,8 @@
 """A pytest plugin: report every test that this process finishes, for tests/support/launch.py.
 
-It also decides what belongs to a run. Under mpirun that is what is marked
-`@pytest.mark.mpi(min_size=N)` for at most the ranks that there are; without, what is
-not marked.
+It also decides which tests belong to a run. Under mpirun these are the tests marked
+`@pytest.mark.mpi(min_size=N)` with N at most the number of ranks; without, those that
+are not marked.
 
 Each process writes one file of JSON lines, flushed after each line, so that the file
 says where the process was when it was killed.
@@ -125,7 +125,7 @@ class Report:
             self.write("failed", test=report.nodeid, text=report.longreprtext)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Report which test runs from here on."""
+        """Report which test starts."""
         self.outcome, self.reason = "passed", ""
         self.began = time.monotonic()
         self.write("running", test=nodeid)
@@ -150,7 +150,7 @@ class Report:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Any:
-        """Report that the summary is printed."""
+        """Report that the summary has been printed."""
         yield
         session.config.get_terminal_writer().flush()  # MPI_Abort flushes nothing
         self.status = int(exitstatus)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class GivenGradients(nn.Module):
-    """Parameters whose gradients are exactly what the forward call gives.
+    """Parameters whose gradients are exactly what the forward call is given.
 
     A forward call takes a coefficient for some of the parameters, by name. Their gradients
     arrive in the reverse of the order in which the call names them; the others get none.
@@ -123,7 +123,7 @@ class Case:
 
     Attributes:
         make: returns a new model.
-        batch: returns a batch of so many rows; the mean loss over rows is trained.
+        batch: returns a batch of the given number of rows; the loss is the mean over rows.
         rounding: how far, relative to the largest element, gradients of the whole batch may be
             from those of its parts, because 16-bit layers round them differently.
     """

@@ -1,4 +1,4 @@
-"""Start Python programs under mpirun from a test, and end every process of them in time."""
+"""Start Python programs under mpirun from a test, and end all their processes in time."""
 
 import contextlib
 import os

@@ -1,7 +1,7 @@
-"""What tests of replicas need: verdicts of all ranks, equal bits, the truth of one process.
+"""What tests of replicas need: verdicts of all ranks, equal bits, results of one process.
 
-Ranks talk over mpi4py's own communicator here, not over what is tested. It is imported only where
-it is used: a process without mpirun that collects the tests must not initialise MPI.
+Ranks talk over mpi4py's own communicator here, not over what is tested. mpi4py is imported only
+where it is used: a process without mpirun that collects the tests must not initialise MPI.
 """
 
 import copy
@@ -89,7 +89,7 @@ def drawn_together(examples: int) -> settings:
 
 
 def bits(tensor: Tensor | None) -> str:
-    """Return a digest of dtype, shape and the very bits of a tensor."""
+    """Return a digest of dtype, shape and exact bits of a tensor."""
     if tensor is None:
         return "None"
     if tensor.layout is torch.sparse_coo:
@@ -121,7 +121,7 @@ def gradients_of(module: nn.Module) -> Gradients:
 
 
 def assert_replicated(module: nn.Module) -> None:
-    """Assert the same bits of gradients, parameters on all ranks. Collective."""
+    """Assert that all ranks have the same bits of parameters and gradients. Collective."""
     parameters = [(f"parameter {name}", p) for name, p in module.named_parameters()]
     gradients = [(f"gradient {name}", p.grad) for name, p in module.named_parameters()]
     assert_same_bits([*parameters, *gradients])
@@ -173,12 +173,12 @@ def share(batch: Tensor, rank: int = RANK) -> Tensor:
 
 
 def batch_of(rows: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Draw `rows` rows for each rank; the whole batch, the same on all ranks."""
+    """Draw `rows` rows for each rank; return the whole batch, the same on all ranks."""
     return torch.randn(rows * SIZE, *shape, dtype=dtype)
 
 
 def call_behind_wrapper(parameter: nn.Parameter, call: Callable[[Tensor], object]) -> object:
-    """Have `call` called once the wrapper has seen a gradient; return what to keep for that.
+    """Run `call` after the wrapper has seen a gradient; the caller keeps what this returns.
 
     Hooks of the parameter itself run before.
     """
@@ -201,7 +201,7 @@ def lies_in_buckets(wrapped: DDP, tensor: Tensor) -> bool:
 
 
 def mean_of_ranks(module: nn.Module, loss_of_rank: Callable[[nn.Module, int], Tensor]) -> Gradients:
-    """Compute alone what the ranks should get: the mean of the gradients of their losses.
+    """Compute in one process what the ranks should get: the mean of their losses' gradients.
 
     float16 and bfloat16 are added and divided in float32, and rounded once; a rank without a
     gradient counts as zero. None where no rank has a gradient.
@@ -264,7 +264,7 @@ def train_and_compare(
 
 
 def mean_by_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average as a hook in Python, in a tensor of its own."""
+    """Average into a new tensor: a hook in Python."""
     total = bucket.buffer() / SIZE
     dist.all_reduce(total)
     future: torch.futures.Future[Tensor] = torch.futures.Future()

@@ -1,4 +1,4 @@
-"""Queues of device buckets over host transports on the simulated GPU, for the tests of staging."""
+"""Channels of GPU buckets over host transports on the simulated GPU, for tests of staging."""
 
 import contextlib
 import gc
@@ -27,7 +27,7 @@ PIECE = 4096
 
 @dataclass
 class Queue:
-    """A channel of device buckets, with what it is made of."""
+    """A channel of GPU buckets, with what it is made of."""
 
     gpu: SimulatedRuntime
     engine: Engine
@@ -43,14 +43,14 @@ class Queue:
 
 
 def forget_failures() -> None:
-    """Let go of the memory that is kept for good after a failure."""
+    """Free the memory that is otherwise kept for good after a failure."""
     single_all_reduce._abandoned.clear()  # type: ignore[attr-defined]
     gpu_staged_memory._kept.clear()  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def gpu_left_as_found() -> Iterator[SimulatedRuntime]:
-    """Let CPU tensors be on a device, and find everything given back afterwards."""
+    """Put CPU tensors on the simulated GPU, and check that everything is given back."""
     with simulated_gpu.on_cpu_tensors() as runtime:
         forget_failures()  # of other tests, lest it be let go of while this one counts
         runtime.overlook()
@@ -72,7 +72,7 @@ OpenQueue = Callable[..., Queue]
 
 @contextlib.contextmanager
 def opening_queues(gpu: SimulatedRuntime) -> Iterator[OpenQueue]:
-    """Return a function that opens queues over host transports, closed at the end."""
+    """Return a function that opens channels over host transports, closed at the end."""
     from mpi4py import MPI
 
     opened: list[Queue] = []
@@ -97,7 +97,7 @@ def opening_queues(gpu: SimulatedRuntime) -> Iterator[OpenQueue]:
 
 
 def given(elements: int, dtype: torch.dtype, rank: int = RANK, step: int = 0) -> torch.Tensor:
-    """Return what a rank has."""
+    """Return the values of a rank."""
     return ((torch.arange(elements) % 13 + rank + step) * UNIT).to(dtype)
 
 
@@ -116,7 +116,7 @@ def fill(memory: GpuMemory, dtype: torch.dtype = torch.float32, step: int = 0) -
 
 
 def check(memory: GpuMemory, dtype: torch.dtype = torch.float32, step: int = 0) -> None:
-    """Wait on the default stream, and find the means."""
+    """Wait on the default stream, and check the means."""
     memory.wait_on(0)
     with together():
         for part in (memory.buffer, memory.tail):

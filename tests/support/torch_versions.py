@@ -1,6 +1,6 @@
-"""What the tests need of torch that its releases spell differently.
+"""What the tests use of torch that has other names in other releases.
 
-Each by the name that torch 2.13 gave it; mpiddp/torch_internals/versions.py is the same for mpiddp
+Each has its name in torch 2.13 here; mpiddp/torch_internals/versions.py is the same for mpiddp
 itself.
 """
 

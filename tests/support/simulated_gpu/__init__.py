@@ -1,6 +1,6 @@
 """A GPU without one: compile simulated_gpu.c, load it, and let CPU tensors live on it.
 
-With `on_cpu_tensors`, tensors on the CPU walk the whole way of tensors on a device. torch's own
+With `on_cpu_tensors`, CPU tensors take the full path of tensors on a GPU. torch's own
 work on them is done when torch returns, so their default stream is the calling thread: waiting
 there for an event blocks. Streams made with `mpiddp.gpu.runtime.Stream` run beside it.
 """
@@ -30,7 +30,7 @@ BUILT = Path(__file__).parents[3] / "build"
 
 @cache
 def library() -> str:
-    """Return the path of the library, compiled unless it has been."""
+    """Return the path of the library, compiled if it is not yet."""
     compiler = [*shlex.split(os.environ.get("CC", "cc")), "-O1", "-g", "-Wall", "-Werror"]
     text = b"".join(path.read_bytes() for path in SOURCES) + " ".join(compiler).encode()
     path = BUILT / f"simulated-gpu-{hashlib.sha256(text).hexdigest()[:12]}.so"
@@ -84,7 +84,7 @@ class SimulatedRuntime(Runtime):
     """The simulated GPU, with what a test may set and see.
 
     Attributes:
-        device_index: of all tensors' devices; torch has one CPU only.
+        device_index: of every tensor's device; torch has only one CPU.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class SimulatedRuntime(Runtime):
             kernel.argtypes = [pointer, seconds, pointer, pointer, ctypes.c_size_t]
 
     def current_stream(self, device: torch.device) -> int:
-        """Return what `use_stream` has set in this thread, else the thread's own: 0."""
+        """Return what `use_stream` has set in this thread, else 0, the thread's own."""
         return getattr(self._streams, "current", 0)
 
     @contextlib.contextmanager
@@ -121,7 +121,7 @@ class SimulatedRuntime(Runtime):
 
     @property
     def counts(self) -> Counts:
-        """What is alive, but for what `overlook` has seen, and what was done."""
+        """What is alive, except what `overlook` has seen, and what was done."""
         counts = Counts()
         self._c.simulatedCounts(ctypes.byref(counts))
         for name in ("streams", "events", "registrations", "allocations"):
@@ -129,7 +129,7 @@ class SimulatedRuntime(Runtime):
         return counts
 
     def overlook(self) -> None:
-        """Leave what other tests keep alive now, the world's queues say, out of all counts."""
+        """Leave what other tests keep alive, such as the world's channels, out of all counts."""
         self._before = Counts()
         if any(self.counts.alive):
             gc.collect()
@@ -142,7 +142,7 @@ class SimulatedRuntime(Runtime):
 
     @property
     def last_error(self) -> int:
-        """The last error of this thread, which is forgotten by looking at it."""
+        """The last error of this thread; reading clears it."""
         return int(self._c.cudaGetLastError())
 
     def set_devices(self, number: int) -> None:
@@ -150,7 +150,7 @@ class SimulatedRuntime(Runtime):
         self._c.simulatedSetDevices(number)
 
     def use_device(self, device: int) -> None:
-        """Make a device the current one of this thread, and forget who has been where."""
+        """Make a device the current one of this thread, and forget where contexts were made."""
         assert self._c.cudaSetDevice(device) == 0
         self._c.simulatedForgetContexts()
 
@@ -180,7 +180,7 @@ class SimulatedRuntime(Runtime):
         assert self._c.simulatedHold(stream) == 0
 
     def release(self, number: int = -1) -> None:
-        """Let the oldest `number` of what is held up go on; without a number, all."""
+        """Release the oldest `number` of what is held up; without a number, all."""
         self._c.simulatedRelease(number)
 
     def sleep(self, stream: int, seconds: float) -> None:
@@ -215,7 +215,7 @@ class SimulatedRuntime(Runtime):
 
 
 class InOrderOfStream(TorchDispatchMode):
-    """Let each of torch's operations come when the current stream comes to it, as on a GPU.
+    """Run each of torch's operations when the current stream reaches it, as on a GPU.
 
     Args:
         streams: those that may be the current one.
@@ -240,7 +240,7 @@ def runtime() -> SimulatedRuntime:
 
 @contextlib.contextmanager
 def on_cpu_tensors() -> Iterator[SimulatedRuntime]:
-    """Let tensors on the CPU be device tensors of the simulated GPU for a while."""
+    """Treat CPU tensors as tensors on the simulated GPU for a while."""
     simulated = runtime()
     before = register("cpu", simulated)
     try:
