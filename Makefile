@@ -26,7 +26,7 @@ DOCUMENTING := $(VENV)/.documenting
 # The folders are listed for files that are removed from them.
 SOURCES := setup.py pyproject.toml \
 	$(shell find cython mpiddp -type d -not -name __pycache__) \
-	$(shell find cython mpiddp -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pyi' -o -name '*.h' -o -name py.typed)
+	$(shell find cython mpiddp -name '*.py*' -not -name '*.pyc' -o -name '*.pxd' -o -name '*.h' -o -name py.typed)
 
 BIN := $(VENV)/bin
 # For programs that look for others: setup.py for mpicc, cython-lint for pycodestyle.
@@ -120,8 +120,8 @@ lint: $(INSTALLED)
 	@cp -rs $(CURDIR)/mpiddp build/mypy/
 	@cd cython && find . -name '*.pyi' -exec ln -s $(CURDIR)/cython/{} $(CURDIR)/build/mypy/mpiddp/{} \;
 	MYPYPATH=build/mypy $(BIN)/mypy -p mpiddp
-	MYPYPATH=tests/support $(BIN)/mypy --follow-imports=silent tests/support/launch.py tests/support/launch_progress.py \
-		tests/support/launch_report.py tests/parity/torch_suite.py
+	MYPYPATH=tests/support $(BIN)/mypy --follow-imports=silent tests/support/launch.py \
+		tests/support/launch_progress.py tests/support/launch_report.py tests/parity/torch_suite.py
 
 # Fails at a warning: a link that leads nowhere, a page that is in no menu. The variable is of the
 # theme, which else says at each build what comes after it. Not --quiet: then none is counted.
