@@ -78,9 +78,9 @@ if [ "$(id -u)" = 0 ]; then
 fi
 mkdir -p "$OUTPUT"
 failed=0
-(cd tests && within 200 "$bin/python" launch.py -n "${RANKS// /,}" -m gpu) || failed=1
+(cd tests/support && within 200 "$bin/python" launch.py -n "${RANKS// /,}" -m gpu) || failed=1
 echo "tested after $SECONDS s"
-vendor=$("$bin/python" -c 'from mpiddp.library import compiled_against as c; print(c()[0])')
+vendor=$("$bin/python" -c 'from mpiddp.mpi.library import compiled_against as c; print(c()[0])')
 vendor=$(tr -d ' ' <<<"${vendor,,}")
 for ranks in $RANKS; do
     # Elsewhere than here, where the uncompiled package lies.

@@ -6,7 +6,7 @@ Only tests marked `mpi` initialise MPI here; the others must not, they may start
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -43,6 +43,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if unwanted:
         config.hook.pytest_deselected(items=unwanted)
         items[:] = [item for item in items if item not in unwanted]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_directory(path: Path) -> Generator[None, pytest.Collector, pytest.Collector]:
+    """Let no test be taken for marked because its folder is called mpi: pytest-mpi looks there."""
+    directory = yield
+    if path.name == "mpi":
+        directory.keywords = {}
+    return directory
 
 
 @pytest.fixture(autouse=True)

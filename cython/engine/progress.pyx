@@ -31,7 +31,7 @@ from mpiddp.system.posix cimport (
 from mpiddp.system.waiting cimport YIELD, give_way, sleep_after
 
 
-# How long to nap and wait, in seconds; design.md has the measurements behind them.
+# How long to nap and wait, in seconds: see docs/explanation/thread.md for the measurements.
 cdef double NAP_SHORTEST = 50e-6
 cdef double NAP_LONGEST = 200e-6
 cdef double NAP_LIMIT = 1e-3

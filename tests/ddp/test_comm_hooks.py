@@ -170,6 +170,7 @@ def wrap_both(
     return ours, theirs
 
 
+@pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("name", HOOKS)
 def test_as_torch(name, views, gloo):
     given = HOOKS[name]

@@ -90,6 +90,7 @@ def train(run: Callable[..., Tensor], wrapped: nn.Module, net: nn.Module, steps:
                 parameter.add_(parameter.grad, alpha=-0.1)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(("cap", "views"), [(None, False), (2, True)], ids=str)
 def test_graphs_end_where_buckets_do(cap, views, gloo):
     """As many compiled graphs as with torch's class, one for each of our buckets."""
@@ -122,6 +123,7 @@ def test_graphs_end_at_our_own_default_size(monkeypatch):
         assert backend.graphs == (4 if SIZE > 1 else 2)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("mode", [False, "no_optimization", "ddp_optimizer"], ids=str)
 def test_modes(mode):
     net = make_net(layers=4)
@@ -202,6 +204,7 @@ def test_no_sync():
             assert_gradients_close(gradients_of(wrapped), expected, 10)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("wrapper", ["ours", "torch's"])
 def test_buffers_are_still_synchronised(wrapper):
     """What copies them is not itself compiled, in whichever wrapper."""
@@ -245,6 +248,7 @@ def _python_reducer() -> Iterator[None]:
     torch._dynamo.trace_rules.get_legacy_mod_inlinelist.cache_clear()
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.usefixtures("_python_reducer")
 @pytest.mark.parametrize("wrapper", ["ours", "torch's"])
 def test_python_reducer(wrapper):

@@ -135,6 +135,7 @@ def test_between_nodes(hook, views, monkeypatch):
     dist.destroy_process_group(group)
 
 
+@pytest.mark.thorough(keep=9)
 @pytest.mark.parametrize("case", [name for name in CASES if "complex" not in name])
 def test_as_torch_on_gloo(case, hook, views, gloo):
     """Also: our hooks are hooks that torch's own class can use (its bf16 hook wants a GPU)."""

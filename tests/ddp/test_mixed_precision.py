@@ -61,6 +61,7 @@ def assert_as_by_hand(model: nn.Module, expected: list[Any], rounding: float) ->
             torch.testing.assert_close(parameter.grad, gradient, rtol=rounding, atol=rounding)
 
 
+@pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("reduced_as", [None, HALF, BRAIN, FULL], ids=str)
 @pytest.mark.parametrize("dtype", [HALF, BRAIN], ids=str)

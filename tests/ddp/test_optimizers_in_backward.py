@@ -52,6 +52,7 @@ def in_backward(model: nn.Module, kind: Any, options: dict[str, Any]) -> None:
 WAYS = {"fused": fuse, "hook": hook_then_optimizer, "in backward": in_backward}
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", ["mlp", "channels_last"])
 def test_as_after_backward(case, way, optimizer, views, gloo):

@@ -320,6 +320,7 @@ class TestConversion:
             assert twin.state_dict().keys() == layer.state_dict().keys()
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("wrapper", ["ours", "ours, compiled", "torch's", "torch's on gloo"])
 def test_trains_like_one_process(wrapper, request):
     """Wrapped, over several steps, the model is that of one process on the whole batch."""

@@ -250,6 +250,7 @@ def test_error_of_mpi_is_raised_where_backward_waits(tmp_path: Path) -> None:
     assert "Traceback" not in stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(150)
 def test_children_neither_hang_nor_touch_mpi(tmp_path: Path) -> None:
     """Forked processes and data loaders' workers live beside a training that goes on."""

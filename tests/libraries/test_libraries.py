@@ -82,6 +82,7 @@ def assert_same_parameters(state: dict[str, Tensor], expected: nn.Module) -> Non
         torch.testing.assert_close(state[name], tensor, msg=f"{name}: {state[name]}, not {tensor}")
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 @ways(pytest.mark.slow)
 def test_lightning(tmp_path: Path, backend: list[str], wrapper: str) -> None:
@@ -108,6 +109,7 @@ def test_lightning(tmp_path: Path, backend: list[str], wrapper: str) -> None:
         assert_same_parameters(plain, model)
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 @ways(pytest.mark.slow)
 def test_accelerate(tmp_path: Path, backend: list[str], wrapper: str) -> None:

@@ -214,6 +214,7 @@ def copies() -> Iterator[list[int]]:
     MPI.Comm.Free_keyval(keyval)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("transport", ["mpi", "shared"])
 def test_what_a_wrapper_adds_goes_with_its_group(transport, copies):
     for _ in range(2):

@@ -112,6 +112,7 @@ def run(folder: Path, call: str, limit: int, at_once: bool = False, detail: bool
     return done.stdout
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("name", list(CALLS))
 def test_memory_of_an_interrupted_operation_is_kept(tmp_path: Path, name: str) -> None:
     said = run(tmp_path, CALLS[name], limit=60)
@@ -119,6 +120,7 @@ def test_memory_of_an_interrupted_operation_is_kept(tmp_path: Path, name: str) -
     assert "changed: 0" in said
 
 
+@pytest.mark.thorough
 def test_memory_of_an_interrupted_comparison_is_kept(tmp_path: Path) -> None:
     """With TORCH_DISTRIBUTED_DEBUG=DETAIL the ranks' calls are compared before."""
     said = run(tmp_path, "dist.barrier(part)", limit=60, detail=True)
@@ -132,6 +134,7 @@ def test_ctrl_c_right_after_mpi_was_called(tmp_path: Path) -> None:
     assert "changed: 0" in said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["sum", "async sum"])
 def test_memory_of_an_operation_that_timed_out_is_kept(tmp_path: Path, name: str) -> None:
     said = run(tmp_path, CALLS[name], limit=2)

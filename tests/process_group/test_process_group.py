@@ -22,6 +22,7 @@ from group_data import (
 
 pytestmark = [
     pytest.mark.mpi,
+    pytest.mark.sizes,
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
 ]

@@ -181,6 +181,7 @@ def run(folder: Path, source: str, ranks: int, **env: str) -> str:
     return done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 @pytest.mark.timeout(100)
 def test_rank_that_ended_and_one_that_does_something_else(tmp_path: Path) -> None:
@@ -210,6 +211,7 @@ dist.barrier()
     assert "Rank 1 does not answer" in run(tmp_path, source, 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 @pytest.mark.timeout(100)
 def test_without_progress_thread(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch_versions
 from group_data import group, rank, size
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes, pytest.mark.timeout(120)]
 
 
 def one_of_each(part: Any) -> dict[str, Callable[[], Any]]:

@@ -46,6 +46,7 @@ def measure(script: str, n: int, results: Path, *args: object) -> tuple[str, dic
     return done.stdout, written
 
 
+@pytest.mark.thorough
 def test_exposed_time_is_not_far_off(tmp_path: Path) -> None:
     model = "200 x Linear(64)"
     printed, written = measure(
@@ -183,6 +184,7 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
     assert "<svg" in file.read_text(encoding="utf-8")
 
 
+@pytest.mark.thorough
 def test_gpu_rates_on_a_simulated_gpu(tmp_path: Path) -> None:
     """All ways to average a bucket run and report; the figures mean nothing."""
     arguments = ["--simulated", "--seconds", 1, "--sizes", 0.1, "--models"]
@@ -196,6 +198,7 @@ def test_gpu_rates_on_a_simulated_gpu(tmp_path: Path) -> None:
     assert "of the slower of the first two" in printed
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make test-gpu runs it")
 def test_gpu_script_says_that_there_is_no_gpu() -> None:
     script = [str(BENCHMARKS / "gpu.sh"), sys.executable]

@@ -34,6 +34,7 @@ def run(*command: str | Path) -> None:
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
+@pytest.mark.thorough
 def test_code_runs(tmp_path: Path) -> None:
     """In one job, one after another: most of each would be the import of torch."""
     paths = [
@@ -46,6 +47,7 @@ def test_code_runs(tmp_path: Path) -> None:
     run(HERE / "run_blocks.py", *paths)
 
 
+@pytest.mark.thorough
 def test_code_runs_under_the_runner(tmp_path: Path) -> None:
     paths = [write(block, tmp_path) for block in BLOCKS if block.mark == BY_RUNNER]
     assert paths

@@ -110,6 +110,7 @@ train.check_replicas(model)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 @pytest.mark.timeout(120)
 def test_train_evaluates_synchronises_and_notices_a_replica_that_differs() -> None:

@@ -72,6 +72,7 @@ mpiddp.destroy_process_group()
 """
 
 
+@pytest.mark.thorough
 def test_transport(package: Copy) -> None:
     package.add(
         "transports/toy.py",
@@ -103,6 +104,7 @@ except ValueError as error:
     assert "transport must be one of auto, shared, mpi, toy, not 'boy'" in printed
 
 
+@pytest.mark.thorough
 def test_collective(package: Copy) -> None:
     package.add(
         "collectives/rotation.py",
@@ -140,6 +142,7 @@ mpiddp.destroy_process_group()
     package.run("-c", program)
 
 
+@pytest.mark.thorough
 def test_communication_hook(package: Copy) -> None:
     package.add(
         "ddp/toy_hooks.py",

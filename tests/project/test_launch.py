@@ -86,6 +86,7 @@ def test_expected_failure():
     assert launched.status == 0
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.once), 1])
 def test_failure_on_one_rank_ends_the_job(tmp_path, rank):
     source = f"""
@@ -106,6 +107,7 @@ def test_after():
     assert launched.status == 1
 
 
+@pytest.mark.thorough
 def test_hang_of_one_rank_is_ended_by_the_time_limit_of_a_test(tmp_path):
     source = """
 @mpi(min_size=2)
@@ -147,6 +149,7 @@ def test_waits_for_ever():
         time.sleep(0.1)
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_skipping_everything_is_refused(tmp_path):
     source = """
@@ -159,6 +162,23 @@ def test_skips():
     assert launched.status == 1
 
 
+@pytest.mark.thorough
+@pytest.mark.once
+def test_test_that_pytest_mpi_takes_for_marked_is_refused(tmp_path):
+    source = """
+@pytest.mark.parametrize("way", ["mpi"])
+def test_plain(way):
+    pass
+
+def test_other():
+    pass
+"""
+    launched = Launched(tmp_path, source)
+    assert "pytest-mpi takes tests for marked that are not" in launched.output
+    assert launched.status == 1
+
+
+@pytest.mark.thorough
 @pytest.mark.once
 def test_exit_in_the_middle_is_refused(tmp_path):
     source = """
@@ -177,6 +197,7 @@ def test_never_reached():
     assert launched.status == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_number_of_ranks_that_is_never_started_is_refused(tmp_path):
     source = """
@@ -190,6 +211,7 @@ def test_five():
     assert launched.status == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_file_that_cannot_be_collected_is_refused(tmp_path):
     launched = Launched(tmp_path, "import no_such_module\n")
@@ -272,6 +294,7 @@ class TestParse:
             assert not launch.parse(["--short", *chosen])[0].short
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_short_leaves_out_what_is_thorough_and_larger_simulations(tmp_path):
     file = tmp_path / "test_generated.py"
@@ -282,8 +305,18 @@ def test_short_leaves_out_what_is_thorough_and_larger_simulations(tmp_path):
 def test_thorough():
     pass
 
+@pytest.mark.thorough(keep=2)
+@pytest.mark.parametrize("number", range(5))
+def test_some(number):
+    pass
+
 @mpi
+@pytest.mark.sizes
 def test_ranks():
+    pass
+
+@mpi
+def test_largest():
     pass
 
 @mpi
@@ -297,7 +330,13 @@ def test_gpu():
     subprocess.run(command, cwd=launch.SUPPORT, check=True, timeout=100)
     tests = launch.RankReport.read(tmp_path / "rank-0.jsonl").tests
     bounds = {test.partition("::")[2]: sizes for test, sizes in tests.items()}
-    assert bounds == {"test_ranks": [1, sys.maxsize], "test_gpu": [1, 2]}
+    assert bounds == {
+        "test_some[0]": [0, sys.maxsize],
+        "test_some[2]": [0, sys.maxsize],
+        "test_ranks": [1, sys.maxsize],
+        "test_largest": [3, sys.maxsize],
+        "test_gpu": [1, 2],
+    }
 
 
 @pytest.mark.once

@@ -145,6 +145,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
@@ -175,6 +176,7 @@ def test_told_on_all_ranks(tmp_path: Path, variable: str, value: str) -> None:
     assert out.count("all well") == 2
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "runner", [pytest.param([], id="plain"), pytest.param(["-m", "mpiddp"], id="runner")]
 )
@@ -208,6 +210,7 @@ def test_what_may_differ(tmp_path: Path) -> None:
     assert out.count("all well") == 2
 
 
+@pytest.mark.thorough
 def test_debug_level_of_a_later_group(tmp_path: Path) -> None:
     status, out, _ = run(
         tmp_path,

@@ -204,6 +204,7 @@ def test_a_job_is_requeued_and_a_second_one_resumes(slurm: Slurm) -> None:
     assert digest[0] in after
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 @pytest.mark.parametrize("how", [pytest.param("number", marks=pytest.mark.slow), "raise"])
 def test_runner_on_two_nodes(slurm: Slurm, how: str) -> None:

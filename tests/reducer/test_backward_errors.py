@@ -78,6 +78,7 @@ def test_wrap_again(views, old_is_kept, bucket):
             assert_replicated(wrapped)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.timeout(120)
 # Not "mpi" as a test's id: pytest-mpi takes that for its mark and skips the test.
 @pytest.mark.parametrize("transport", ["auto", "mpi"], ids=["memory", "messages"])

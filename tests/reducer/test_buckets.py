@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mpiddp import DistributedDataParallel as DDP
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes]
 
 MIB = 2**20
 SMALLEST = 1e-6  # one byte: each parameter has a bucket of its own

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from mpiddp import DistributedDataParallel as DDP
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes]
 
 
 @pytest.mark.parametrize("case", CASES)

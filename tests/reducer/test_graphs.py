@@ -174,6 +174,7 @@ def wrap_both(
     )
 
 
+@pytest.mark.thorough(keep=9)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_gradients(name, views, gloo):
     step_of, options = SCENARIOS[name]

@@ -27,6 +27,7 @@ from mpiddp import DistributedDataParallel as DDP
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
+    pytest.mark.sizes,
     pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides"),
     pytest.mark.filterwarnings("ignore:Detected uneven input skew"),
 ]

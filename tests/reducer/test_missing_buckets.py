@@ -54,6 +54,7 @@ def until_all_are_here() -> None:
 class TestMissingRanks:
     pytestmark = marked
 
+    @pytest.mark.thorough(keep=1)
     @pytest.mark.parametrize("transport", ["auto", "mpi"])
     def test_that_are_elsewhere(self, views, transport):
         wrapped = wrap(3, 4, 2, gradient_as_bucket_view=views, transport=transport)
@@ -76,6 +77,7 @@ class TestMissingRanks:
             loss.backward()
         until_all_are_here()
 
+    @pytest.mark.thorough
     def test_in_the_middle_of_backward(self, views):
         wrapped = wrap(3, 4, 2, gradient_as_bucket_view=views)
         if RANK == LAST:
@@ -91,6 +93,7 @@ class TestMissingRanks:
             until_all_are_here()
         until_all_are_here()
 
+    @pytest.mark.thorough(keep=1)
     def test_that_wait_for_another_module(self, views):
         """Two models in opposite orders: each rank waits where the other does not."""
         pair = [wrap(3, 4, 2, gradient_as_bucket_view=views) for _ in range(2)]
@@ -127,6 +130,7 @@ class TestMissingRanks:
             else:
                 assert text == "All ranks have filled it: the connection is slow or has failed."
 
+    @pytest.mark.thorough
     def test_module_that_others_do_not_know(self):
         wrapped = wrap(3, 4, 2)
         loss = loss_of(wrapped, draw())
@@ -157,6 +161,7 @@ def run(folder: Path, source: str, ranks: int, **env: str) -> str:
     return done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(110)
 def test_two_modules_in_opposite_orders(tmp_path: Path) -> None:
     source = """
@@ -202,6 +207,7 @@ for step in range(2):
     assert "rank 2 does not answer (ended, or stuck outside Python)" in text
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 @pytest.mark.timeout(110)
 def test_without_progress_thread(tmp_path: Path) -> None:

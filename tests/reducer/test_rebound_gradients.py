@@ -155,6 +155,7 @@ def _train(wrapped: DDP, change, *, accumulate: bool = False, unused: bool = Fal
                     parameter.sub_(parameter.grad, alpha=0.05)
 
 
+@pytest.mark.thorough(keep=12)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_changed_after_each_step(change, option, views):
@@ -172,6 +173,7 @@ def test_changed_after_each_step(change, option, views):
     )
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_on_one_rank(change, views):
     """The layouts of the ranks differ from then on."""
@@ -199,6 +201,7 @@ def test_parameters_changed_on_one_rank_before_buckets_are_rebuilt(change, views
         wrapped(torch.randn(2, 3, 4, 4))
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_between_forward_and_backward(change, views):
     wrapped = DDP(Images(), gradient_as_bucket_view=views)
@@ -222,6 +225,7 @@ def test_changed_between_forward_and_backward(change, views):
         assert_replicated(wrapped)
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("change", ["new data", "set_", "gradients shared", "replaced"])
 def test_changed_by_a_hook(change, views, in_python):
     """Of its own parameter, when autograd has just made the gradient."""
@@ -393,6 +397,7 @@ LATE = {
 }
 
 
+@pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("change", LATE)
 @pytest.mark.parametrize("option", ["plain", "find_unused_parameters", "fp16"])
 def test_changed_while_it_is_averaged(change, option, views, in_python):

@@ -108,6 +108,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.thorough(keep=9)
 @pytest.mark.parametrize("find_unused", [False, True], ids=["", "find_unused_parameters"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true")

@@ -123,6 +123,7 @@ OUTPUTS = {
 }
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("output", "runner"),
     [
@@ -161,6 +162,7 @@ if rank == 1:
         assert job.stderr.count("[rank1]: ValueError: broken on purpose") == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_traceback_on_stdout_where_stderr_takes_none(tmp_path: Path) -> None:
     source = "if rank == 1:\n    os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n    fail()\n"
@@ -169,6 +171,7 @@ def test_traceback_on_stdout_where_stderr_takes_none(tmp_path: Path) -> None:
     assert job.stdout.count("[rank1]: ValueError: broken on purpose") == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ending", ["SIGTERM", "words"])
 def test_other_ends_with_output_that_blocks(tmp_path: Path, ending: str) -> None:
     end = (
@@ -207,6 +210,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "hook",
     ["rich", *(pytest.param(name, marks=pytest.mark.once) for name in HOOKS if name != "rich")],
@@ -230,6 +234,7 @@ if rank == 1:
     assert said in job.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("doing", "runner"), [("1 / 0", False), ("time.sleep(100)", False), ("sys.exit(0)", True)]
@@ -241,6 +246,7 @@ def test_hook_of_before_that_does_not_end(tmp_path: Path, doing: str, runner: bo
     assert (doing != "1 / 0") or "ValueError: broken on purpose" in job.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_keyboard_interrupt_with_a_later_hook(tmp_path: Path) -> None:
     job = run(
@@ -260,6 +266,7 @@ if rank == 1:
     assert job.stderr.count("interrupted") == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_exception_that_somebody_else_noted(tmp_path: Path) -> None:
     """Pytest, for one, notes exceptions that it has caught where the interpreter does."""
@@ -289,6 +296,7 @@ PARTS = {
 }
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("part", "runner"),
     [("collective", False), pytest.param("forward", True, marks=pytest.mark.once)],
@@ -318,6 +326,7 @@ run_in_thread(work).join()
     assert "[rank1]: thread 'trainer' has failed. The job ends: " in job.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_first_forward_of_a_thread_raises(tmp_path: Path) -> None:
     source = """
@@ -331,6 +340,7 @@ def test_first_forward_of_a_thread_raises(tmp_path: Path) -> None:
     assert "[rank1]: thread 'trainer' has failed" in job.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ending", "status"),
     [
@@ -363,6 +373,7 @@ run_in_thread(work, daemon=True).join()
         assert f"[rank1]: thread 'trainer' has called {ending}. The job ends: " in job.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["world", pytest.param("one", marks=pytest.mark.once)])
 def test_threads_that_do_not_end_the_job(tmp_path: Path, kind: str) -> None:
     """Those that nobody waits for, that exit well, or that fail when all is over."""
@@ -418,6 +429,7 @@ STARTS = {
 }
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("start", "runner"),
     [
@@ -446,6 +458,7 @@ dist.barrier()
     assert 'script.py", line ' in job.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("runner", [False, pytest.param(True, marks=pytest.mark.once)])
 def test_exception_in_the_start_that_is_caught(tmp_path: Path, runner: bool) -> None:
     """The other ranks have begun: nobody could begin again."""

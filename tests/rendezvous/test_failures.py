@@ -97,6 +97,7 @@ OCCUPATIONS = {
 }
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "occupation",
     [
@@ -123,6 +124,7 @@ print("still here")
     assert job.stdout.count("printed before") == 1
 
 
+@pytest.mark.thorough
 def test_exception_on_the_rank_whose_buffers_the_others_wait_for(tmp_path: Path) -> None:
     job = run(
         tmp_path,
@@ -138,6 +140,7 @@ print("still here")
     assert_failed_together(job, failing=0)
 
 
+@pytest.mark.thorough
 def test_exception_inside_backward(tmp_path: Path) -> None:
     job = run(
         tmp_path,
@@ -173,6 +176,7 @@ print("still here")
     assert_failed_together(job, failing=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 @pytest.mark.parametrize("ended", [False, True], ids=["world of one", "after its end"])
 def test_exception_is_python_s_own(tmp_path: Path, ended: bool) -> None:
@@ -188,6 +192,7 @@ def test_exception_is_python_s_own(tmp_path: Path, ended: bool) -> None:
     assert "abort" not in job.stderr.lower()
 
 
+@pytest.mark.thorough
 def test_abort_waits_until_the_launcher_has_read_what_was_printed(tmp_path: Path) -> None:
     source = "import sys; from mpiddp.mpi.abort import abort_job; print('last words'); abort_job(3)"
     process = subprocess.Popen(
@@ -202,6 +207,7 @@ def test_abort_waits_until_the_launcher_has_read_what_was_printed(tmp_path: Path
         assert process.wait(20) != 0
 
 
+@pytest.mark.thorough
 def test_own_excepthook_is_still_called(tmp_path: Path) -> None:
     job = run(
         tmp_path,
@@ -246,6 +252,7 @@ print("still here")
     assert job.seconds_after_failure < AT_ONCE
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "thread",
     [pytest.param("1", id="thread"), pytest.param("0", id="no thread", marks=pytest.mark.once)],
@@ -281,6 +288,7 @@ if rank == 0:
     assert 2 <= job.seconds_after_failure < 2 + AT_ONCE
 
 
+@pytest.mark.thorough
 def test_forward_on_one_rank_less(tmp_path: Path) -> None:
     job = run(
         tmp_path,
@@ -307,6 +315,7 @@ else:
     assert 2 <= job.seconds_after_failure < 2 + AT_ONCE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "waiting",
     [

@@ -84,6 +84,7 @@ def run(
     return done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 def test_gradients_of_a_child_are_its_own(tmp_path: Path) -> None:
     """With views: what a child writes nobody else trains with, and it reads what was there."""
     run(
@@ -128,6 +129,7 @@ def test_gradients_of_a_child_are_its_own(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "transport", [pytest.param("shared", id="memory"), pytest.param("mpi", id="messages")]
 )
@@ -189,6 +191,7 @@ def test_what_leads_to_mpi_is_refused(tmp_path: Path, transport: str) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_a_child_computes_alone(tmp_path: Path) -> None:
     """Evaluation through the wrapper, local gradients, and torch without torch.distributed."""
     run(
@@ -252,6 +255,7 @@ for action, status in (
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("imports", "module"),
     [
@@ -307,6 +311,7 @@ def test_children_of_multiprocessing_and_data_loaders(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_fork_while_gradients_travel(tmp_path: Path) -> None:
     """Whatever lock the engine's thread has at that moment, the child neither hangs nor crashes."""
     run(

@@ -143,6 +143,7 @@ def test_each_way_to_ask(tmp_path: Path) -> None:
     assert done.stdout.count("all well") == 2
 
 
+@pytest.mark.thorough
 def test_exception_ends_the_job(tmp_path: Path) -> None:
     done = mpirun.run(
         2,
@@ -166,6 +167,7 @@ def test_exception_ends_the_job(tmp_path: Path) -> None:
     assert "still here" not in done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_world_of_one_and_other_backends(tmp_path: Path) -> None:
     done = start(

@@ -124,6 +124,7 @@ def test_import_does_not_initialise_mpi(tmp_path: Path) -> None:
     assert_clean(done, "not initialised")
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_world_of_one_without_mpirun(tmp_path: Path) -> None:
     done = start(
@@ -233,6 +234,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.once
 @pytest.mark.parametrize(
     "ending",
@@ -261,6 +263,7 @@ def test_end(tmp_path: Path, ending: str) -> None:
     assert_clean(done, "trained", 2)
 
 
+@pytest.mark.thorough
 def test_begin_again_after_torchs_own_end(tmp_path: Path) -> None:
     """Scripts written for torch end with torch's function; ours must then begin afresh."""
     done = launch(
@@ -285,6 +288,7 @@ def test_begin_again_after_torchs_own_end(tmp_path: Path) -> None:
     assert "still here" not in done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 @pytest.mark.parametrize(
     "ending",
@@ -315,6 +319,7 @@ class TestThreadLevel:
         mpi4py.rc.thread_level = "serialized"
     """
 
+    @pytest.mark.thorough
     def test_below_multiple_is_refused(self, tmp_path: Path) -> None:
         done = start(tmp_path, self.SERIALIZED + "    mpiddp.init_process_group()\n")
         assert done.returncode == 1
@@ -323,6 +328,7 @@ class TestThreadLevel:
         assert "THREAD_MULTIPLE" in last
         assert "MPIDDP_PROGRESS_THREAD=0" in last
 
+    @pytest.mark.thorough
     def test_is_enough_without_the_thread(self, tmp_path: Path) -> None:
         done = launch(
             tmp_path,
@@ -338,6 +344,7 @@ class TestThreadLevel:
         )
         assert_clean(done, "trained", 2)
 
+    @pytest.mark.thorough
     def test_funneled_is_never_enough(self, tmp_path: Path) -> None:
         done = start(
             tmp_path,
@@ -355,6 +362,7 @@ class TestThreadLevel:
 class TestWrongLauncher:
     """Every process believes that it is alone, although a launcher started several."""
 
+    @pytest.mark.thorough(keep=1)
     @pytest.mark.parametrize(
         "variables",
         [
@@ -376,6 +384,7 @@ class TestWrongLauncher:
         assert "srun --mpi=pmi2" in last
         assert "comm=MPI.COMM_SELF" in last
 
+    @pytest.mark.thorough
     def test_variables(self, tmp_path: Path) -> None:
         done = start(
             tmp_path,
@@ -412,6 +421,7 @@ class TestWrongLauncher:
         )
         assert_clean(done, "all tried")
 
+    @pytest.mark.thorough
     def test_right_launcher_in_a_larger_allocation(self, tmp_path: Path) -> None:
         done = launch(
             tmp_path,
@@ -422,6 +432,7 @@ class TestWrongLauncher:
         assert_clean(done, "began")
 
 
+@pytest.mark.thorough
 def test_finalised_mpi_is_refused(tmp_path: Path) -> None:
     done = start(
         tmp_path,
@@ -435,6 +446,7 @@ def test_finalised_mpi_is_refused(tmp_path: Path) -> None:
     assert "RuntimeError: MPI has been finalised" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.thorough
 def test_without_tcp_between_the_ranks(tmp_path: Path) -> None:
     """Only groups of other backends need a store."""
     done = launch(

@@ -128,6 +128,7 @@ def test_what_is_kept(tmp_path: Path, torchrun: dict[int, dict[str, Any]]) -> No
         assert trained[rank]["losses"] == pytest.approx(torchrun[rank]["losses"], rel=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_what_scripts_hold_of_torch() -> None:
     done = start("-m", "mpiddp", SCRIPTS / "held.py")
@@ -135,6 +136,7 @@ def test_what_scripts_hold_of_torch() -> None:
     assert done.stderr == REPLACED.replace("2 ranks", "1 rank") + "\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 @pytest.mark.parametrize(
     "kind",
@@ -241,6 +243,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "how",
     [
@@ -305,6 +308,7 @@ def test_tagged_output() -> None:
     assert done.stderr.count("] last words\n") == 2
 
 
+@pytest.mark.thorough
 def test_files_for_each_rank_and_an_abort(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "logs"
     done = launch("--log-dir", folder, "--tag-output", SCRIPTS / "output.py", "fail")
@@ -329,6 +333,7 @@ def test_files_for_each_rank_and_an_abort(tmp_path: Path) -> None:
     assert (folder / "rank-0.err").read_text().startswith(REPLACED + "\n")
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_sigterm_elsewhere(tmp_path: Path) -> None:
     """A world of one, child processes and a handler of the script are left alone."""

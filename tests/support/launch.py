@@ -3,8 +3,8 @@
     python tests/support/launch.py [-n RANKS] [--short] [--timeout S] [--job-timeout S] [pytest
     arguments]
 
-With --short (`make test`), and if nothing else chooses tests, it runs what matters on 2 and 3
-ranks.
+With --short (`make test`), and if nothing else chooses tests, it leaves out what is marked
+`thorough`, and runs on 3 ranks only what is not marked `sizes`.
 
 An exit code proves nothing: a job can lose a rank or skip every test and still exit
 with 0. So every rank reports each test that it finishes (launch_report.py), and those
@@ -31,6 +31,9 @@ SUPPORT = Path(__file__).resolve().parent
 TESTS = SUPPORT.parent
 SIZES = (1, 2, 3, 4)
 SIZES_OF_SHORT = (2, 3)
+
+# What pytest-mpi says of a test that it skips outside of mpirun.
+NEEDS_MPI = "need --with-mpi"
 
 # Options of pytest whose value is an argument of its own, and no path.
 OPTIONS_WITH_VALUE = {"-k", "-m", "-p", "-o", "-W", "-r", "--deselect"}
@@ -270,6 +273,8 @@ def judge(
         problems.append(
             f"{len(missing)} of {len(expected)} tests did not run to the end: {some(missing)}"
         )
+    if misread := [test for test in expected if NEEDS_MPI in reports[0].reasons.get(test, "")]:
+        problems.append(f"pytest-mpi takes tests for marked that are not: {some(misread)}")
     if size > 0 and totals.skipped == len(expected):
         problems.append("every test was skipped, nothing was tested")
     if status is None:

@@ -17,6 +17,9 @@ from typing import Any
 
 import pytest
 
+# The ranks of `make test`, unless the number matters.
+SIZE_OF_SHORT = 3
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options that the launcher uses."""
@@ -63,11 +66,33 @@ def ranks_needed(item: pytest.Item) -> int:
     return max((mark.kwargs.get("min_size", 1) for mark in item.iter_markers("mpi")), default=0)
 
 
-def most_ranks(item: pytest.Item, short: bool) -> int:
-    """Return the most ranks to run a test with."""
-    # What is simulated is a GPU, for which it makes no difference how many ranks there are.
-    once = short and item.get_closest_marker("simulated_gpu") is not None
-    return max(2, ranks_needed(item)) if once else sys.maxsize
+def bounds(item: pytest.Item, short: bool) -> tuple[int, int]:
+    """Return the fewest and the most ranks to run a test with; (0, any) for one without MPI."""
+    needed = ranks_needed(item)
+    if short and needed:
+        # What is simulated is a GPU, for which it makes no difference how many ranks there are.
+        if item.get_closest_marker("simulated_gpu") is not None:
+            return needed, max(2, needed)
+        if item.get_closest_marker("sizes") is None:
+            return max(SIZE_OF_SHORT, needed), sys.maxsize
+    return needed, sys.maxsize
+
+
+def left_out(items: list[pytest.Item]) -> set[str]:
+    """Return the names of those tests that are only for thorough runs."""
+    variants: dict[str, list[pytest.Item]] = {}
+    keep: dict[str, int] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("thorough")) is not None:
+            function = item.nodeid.partition("[")[0]
+            variants.setdefault(function, []).append(item)
+            keep[function] = mark.kwargs.get("keep", 0)
+    unwanted = set()
+    for function, tests in variants.items():
+        # Evenly over all, since neighbours are alike.
+        kept = {number * len(tests) // keep[function] for number in range(keep[function])}
+        unwanted |= {test.nodeid for index, test in enumerate(tests) if index not in kept}
+    return unwanted
 
 
 class Report:
@@ -99,13 +124,14 @@ class Report:
         """Leave out what belongs to another run."""
         chosen: list[pytest.Item] = []
         others: list[pytest.Item] = []
+        unwanted = left_out(items) if self.short else set()
         for item in items:
-            needed = ranks_needed(item)
-            belongs = not (self.short and item.get_closest_marker("thorough"))
+            fewest, most = bounds(item, self.short)
+            belongs = item.nodeid not in unwanted
             if self.ranks == 0:
-                belongs = belongs and needed == 0
+                belongs = belongs and fewest == 0
             elif self.ranks is not None:
-                belongs = belongs and 0 < needed <= self.ranks <= most_ranks(item, self.short)
+                belongs = belongs and 0 < fewest <= self.ranks <= most
             (chosen if belongs else others).append(item)
         if others:
             config.hook.pytest_deselected(items=others)
@@ -113,10 +139,7 @@ class Report:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Report what is going to run."""
-        tests = {
-            item.nodeid: [ranks_needed(item), most_ranks(item, self.short)]
-            for item in session.items
-        }
+        tests = {item.nodeid: bounds(item, self.short) for item in session.items}
         self.write("collected", tests=tests)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

@@ -378,12 +378,14 @@ def cases(dtype: torch.dtype, ranks: int) -> Iterator[tuple[Buffers, int, int, f
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("name", VARIANTS)
 class TestRanges:
+    @pytest.mark.thorough(keep=18)
     def test_mean_in_place(self, name: str, dtype: torch.dtype, ranks: int) -> None:
         for buffers, first, count, divisor in cases(dtype, ranks):
             kernels.mean_in_place(name, buffers.tensors, first, count, divisor)
             expected = mean(buffers.columns(first, count), dtype, divisor)
             buffers.assert_now(first, count, expected)
 
+    @pytest.mark.thorough(keep=18)
     def test_sum_to(self, name: str, dtype: torch.dtype, ranks: int) -> None:
         wide = sum_dtype(dtype)
         for buffers, first, count, _ in cases(dtype, ranks):
@@ -395,6 +397,7 @@ class TestRanges:
             assert (out[count + 3 :] == 7).all()
             buffers.assert_now(first, count, None)
 
+    @pytest.mark.thorough(keep=18)
     def test_spread_mean(self, name: str, dtype: torch.dtype, ranks: int) -> None:
         """Up to the first block that has a sum which is not finite; all of float16."""
         wide = sum_dtype(dtype)
@@ -415,6 +418,7 @@ class TestRanges:
                 buffers.assert_now(first, put, expected)
                 buffers.restore()
 
+    @pytest.mark.thorough(keep=18)
     def test_scaled_sum_to(self, name: str, dtype: torch.dtype, ranks: int) -> None:
         wide = sum_dtype(dtype)
         for buffers, first, count, divisor in cases(dtype, ranks):
@@ -429,6 +433,7 @@ class TestRanges:
             assert (out[count + 3 :] == 7).all()
             buffers.assert_now(first, count, None)
 
+    @pytest.mark.thorough(keep=18)
     def test_spread_scaled_mean(self, name: str, dtype: torch.dtype, ranks: int) -> None:
         """Sums and scaled sums of the buffers give the same as the mean in place."""
         wide = sum_dtype(dtype)
@@ -517,6 +522,7 @@ class TestSelection:
     def test_best_one_is_the_default(self) -> None:
         assert self.started_with(None).stdout.strip() == VARIANTS[-1]
 
+    @pytest.mark.thorough(keep=1)
     @pytest.mark.parametrize("name", VARIANTS)
     def test_environment_names_one(self, name: str) -> None:
         assert self.started_with(name).stdout.strip() == name

@@ -16,7 +16,7 @@ from mpiddp.mpi import nodes
 from mpiddp.mpi import nodes as mpi_nodes
 from mpiddp.transports import choice
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes]
 
 # The node of each rank, for as many ranks as there are.
 NODES = {
@@ -59,6 +59,7 @@ def test_lanes_are_used(group: dist.ProcessGroup) -> None:
     assert used == "LaneTransport" or (one_node and used == "SharedTransport")
 
 
+@pytest.mark.thorough(keep=20)
 @pytest.mark.parametrize(
     "dtype",
     [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64],
@@ -82,6 +83,7 @@ def test_same_as_mpi(group: dist.ProcessGroup, elements: int, dtype: torch.dtype
         assert torch.equal(*gradients)
 
 
+@pytest.mark.thorough(keep=3)
 def test_many_buckets(group: dist.ProcessGroup, views: bool) -> None:
     """More than the window holds, of one chunk and of several, with late ranks."""
     model = mlp(40, 900, 900, 30, 700, 1000, 10, dtype=torch.float32)

@@ -103,6 +103,7 @@ def gradients(dtype: torch.dtype, elements: int) -> torch.Tensor:
     return gradient
 
 
+@pytest.mark.thorough(keep=12)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("elements", [50, 300_001])
 def test_means_of_large_numbers(
@@ -171,6 +172,7 @@ def test_what_is_not_finite_arrives(settings: dict[str, object], dtype: torch.dt
         assert ours[ours.isfinite()].unique().tolist() == [1]
 
 
+@pytest.mark.thorough(keep=1)
 def test_many_chunks_overflow(settings: dict[str, object]) -> None:
     """In some buckets and not in others, with ranks that come late to some."""
     import time

@@ -16,6 +16,7 @@ from torch import nn
 
 from mpiddp import DistributedDataParallel as DDP
 
+pytestmark = pytest.mark.sizes
 several = pytest.mark.mpi(min_size=2)
 anywhere = pytest.mark.mpi
 
