@@ -113,13 +113,20 @@ def run(folder: Path, call: str, limit: int, at_once: bool = False, detail: bool
 
 
 @pytest.mark.thorough(keep=1)
-@pytest.mark.parametrize("name", list(CALLS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.once] * (name not in ("sum", "message")))
+        for name in CALLS
+    ],
+)
 def test_memory_of_an_interrupted_operation_is_kept(tmp_path: Path, name: str) -> None:
     said = run(tmp_path, CALLS[name], limit=60)
     assert "interrupted" in said
     assert "changed: 0" in said
 
 
+@pytest.mark.once
 @pytest.mark.thorough
 def test_memory_of_an_interrupted_comparison_is_kept(tmp_path: Path) -> None:
     """With TORCH_DISTRIBUTED_DEBUG=DETAIL the ranks' calls are compared before."""
@@ -135,7 +142,7 @@ def test_ctrl_c_right_after_mpi_was_called(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["sum", "async sum"])
+@pytest.mark.parametrize("name", ["sum", pytest.param("async sum", marks=pytest.mark.once)])
 def test_memory_of_an_operation_that_timed_out_is_kept(tmp_path: Path, name: str) -> None:
     said = run(tmp_path, CALLS[name], limit=2)
     assert "timed out" in said

@@ -16,7 +16,7 @@ import mpiddp
 INSTALLED = Path(mpiddp.__file__).parent
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.once]
 
 
 class Copy:

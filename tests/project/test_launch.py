@@ -288,15 +288,15 @@ class TestParse:
         assert "-n" in capsys.readouterr().err
 
     def test_short_unless_something_else_chooses(self):
-        assert launch.parse(["--short"])[0].short
-        assert launch.parse(["--short", "-x"])[0].short
+        assert launch.parse(["--short"])[0].part == "short"
+        assert launch.parse(["--short", "-x"])[0].part == "short"
         for chosen in (["-n", "2"], ["-k", "x"], ["-m", "mpi"], [__file__]):
-            assert not launch.parse(["--short", *chosen])[0].short
+            assert launch.parse(["--short", *chosen])[0].part is None
 
 
 @pytest.mark.thorough
 @pytest.mark.once
-def test_short_leaves_out_what_is_thorough_and_larger_simulations(tmp_path):
+def test_short_and_the_rest(tmp_path):
     file = tmp_path / "test_generated.py"
     file.write_text(
         HEADER
@@ -325,18 +325,22 @@ def test_gpu():
     pass
 """
     )
-    options, _ = launch.parse(["--short"])
-    command = [sys.executable, *launch.pytest_command(options, tmp_path), "--collect-only", file]
-    subprocess.run(command, cwd=launch.SUPPORT, check=True, timeout=100)
-    tests = launch.RankReport.read(tmp_path / "rank-0.jsonl").tests
-    bounds = {test.partition("::")[2]: sizes for test, sizes in tests.items()}
-    assert bounds == {
+    found = {}
+    for part in ("short", "rest"):
+        options, _ = launch.parse([f"--{part}"])
+        start = [sys.executable, *launch.pytest_command(options, tmp_path), "--collect-only", file]
+        subprocess.run(start, cwd=launch.SUPPORT, check=True, timeout=100)
+        tests = launch.RankReport.read(tmp_path / "rank-0.jsonl").tests
+        found[part] = {test.partition("::")[2]: sizes for test, sizes in tests.items()}
+    assert found["short"] == {
         "test_some[0]": [0, sys.maxsize],
         "test_some[2]": [0, sys.maxsize],
         "test_ranks": [1, sys.maxsize],
         "test_largest": [3, sys.maxsize],
         "test_gpu": [1, 2],
     }
+    others = ["test_thorough", *(f"test_some[{number}]" for number in (1, 3, 4))]
+    assert found["rest"] == {test: [0, sys.maxsize] for test in others}
 
 
 @pytest.mark.once

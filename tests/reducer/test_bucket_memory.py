@@ -168,6 +168,7 @@ print("done")
 """
 
 
+@pytest.mark.once
 @pytest.mark.thorough
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of system calls of x86_64")
 @pytest.mark.parametrize(
@@ -186,6 +187,7 @@ def test_files_that_cannot_be_executed(answers: str) -> None:
     assert done.stdout == "done\n", done.stderr
 
 
+@pytest.mark.once
 @pytest.mark.thorough
 def test_memory_where_the_administrator_allows_no_other(tmp_path: Path) -> None:
     """With vm.memfd_noexec=2, set in a process namespace of its own."""

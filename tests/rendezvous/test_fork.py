@@ -260,7 +260,7 @@ for action, status in (
     ("imports", "module"),
     [
         pytest.param("", "", id="script"),
-        pytest.param("from mpi4py import MPI", "", id="mpi4py first"),
+        pytest.param("from mpi4py import MPI", "", id="mpi4py first", marks=pytest.mark.once),
         pytest.param("", "runner", id="runner"),
     ],
 )

@@ -1,10 +1,10 @@
 """Run the tests: the marked ones under mpirun with 1, 2, 3 and 4 ranks, the others once.
 
-    python tests/support/launch.py [-n RANKS] [--short] [--timeout S] [--job-timeout S] [pytest
-    arguments]
+    python tests/support/launch.py [-n RANKS] [--short | --rest] [--timeout S] [--job-timeout S]
+        [pytest arguments]
 
 With --short (`make test`), and if nothing else chooses tests, it leaves out what is marked
-`thorough`, and runs on 3 ranks only what is not marked `sizes`.
+`thorough`, and runs on 3 ranks only what is not marked `sizes`; with --rest it runs the others.
 
 An exit code proves nothing: a job can lose a rank or skip every test and still exit
 with 0. So every rank reports each test that it finishes (launch_report.py), and those
@@ -30,7 +30,7 @@ import mpirun
 SUPPORT = Path(__file__).resolve().parent
 TESTS = SUPPORT.parent
 SIZES = (1, 2, 3, 4)
-SIZES_OF_SHORT = (2, 3)
+SIZES_OF_PARTS = (2, 3)
 
 # What pytest-mpi says of a test that it skips outside of mpirun.
 NEEDS_MPI = "need --with-mpi"
@@ -129,11 +129,16 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         dest="sizes",
         type=sizes,
         metavar="RANKS",
-        help="numbers of ranks, default 1,2,3,4, with --short 2,3",
+        help="numbers of ranks, default 1,2,3,4, of a part 2,3",
     )
-    parser.add_argument(
-        "--short", action="store_true", help="what matters on 2 and 3 ranks, unless tests are named"
-    )
+    for part, text in (("short", "what matters on 2 and 3 ranks"), ("rest", "what --short leaves")):
+        parser.add_argument(
+            f"--{part}",
+            dest="part",
+            action="store_const",
+            const=part,
+            help=f"{text}, unless tests are chosen otherwise",
+        )
     parser.add_argument(
         "--measure", action="store_true", help="write what tests took, for estimates"
     )
@@ -155,7 +160,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             arguments.append(f"{Path(path).resolve()}{separator}{name}")
             given = True
     if given or options.sizes or {"-k", "-m", "--deselect"} & set(others):
-        options.short = False
+        options.part = None
     return options, arguments if given else [*arguments, str(TESTS)]
 
 
@@ -207,7 +212,7 @@ def pytest_command(options: argparse.Namespace, directory: Path) -> list[str]:
     return [
         *("-m", "pytest", "-c", str(TESTS.parent / "pyproject.toml")),
         *("-p", "launch_report", f"--launch-report={directory}"),
-        *(["--launch-short"] if options.short else []),
+        *([f"--launch-part={options.part}"] if options.part else []),
         f"--timeout={options.timeout:g}",
         # Some mpirun give their ranks a terminal, others a pipe.
         f"--color={'yes' if sys.stdout.isatty() else 'no'}",
@@ -356,7 +361,7 @@ def main(argv: list[str]) -> int:
     tests = collect(options, arguments)
     totals = Totals()
 
-    sizes = options.sizes or (SIZES_OF_SHORT if options.short else SIZES)
+    sizes = options.sizes or (SIZES_OF_PARTS if options.part else SIZES)
     runs = {0: {test for test, (fewest, _) in tests.items() if fewest == 0}}
     for size in sizes:
         runs[size] = {test for test, (fewest, most) in tests.items() if 0 < fewest <= size <= most}
@@ -370,7 +375,7 @@ def main(argv: list[str]) -> int:
     if too_large := [test for test, (fewest, _) in tests.items() if fewest > max(sizes)]:
         say(f"{len(too_large)} tests need more than {max(sizes)} ranks: {some(too_large)}")
         # No number of ranks ever runs them, unless there are fewer for this time.
-        if options.sizes is None and not options.short:
+        if options.sizes is None and not options.part:
             totals.failed += len(too_large)
     if totals.passed == 0 and totals.failed == 0:
         say("No test was run, or every test was skipped.")

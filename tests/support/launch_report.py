@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 # The ranks of `make test`, unless the number matters.
-SIZE_OF_SHORT = 3
+SIZE_OF_PARTS = 3
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,9 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the tests for N ranks, with 0 those without MPI; default: all, to collect",
     )
     group.addoption(
-        "--launch-short",
-        action="store_true",
-        help="leave out what is marked thorough, and simulated GPUs on more than 2 ranks",
+        "--launch-part",
+        choices=("short", "rest"),
+        help="short: not what is marked thorough, most of it on 3 ranks only; rest: the others",
     )
 
 
@@ -55,7 +55,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Any:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
     file = options.launch_report / f"rank-{rank}.jsonl"
-    report = Report(file, rank, options.launch_ranks, options.launch_short)
+    report = Report(file, rank, options.launch_ranks, options.launch_part)
     early_config.pluginmanager.register(report)
     report.write("start", size=size)
     return (yield)
@@ -66,15 +66,15 @@ def ranks_needed(item: pytest.Item) -> int:
     return max((mark.kwargs.get("min_size", 1) for mark in item.iter_markers("mpi")), default=0)
 
 
-def bounds(item: pytest.Item, short: bool) -> tuple[int, int]:
+def bounds(item: pytest.Item, part: str | None) -> tuple[int, int]:
     """Return the fewest and the most ranks to run a test with; (0, any) for one without MPI."""
     needed = ranks_needed(item)
-    if short and needed:
+    if part and needed:
         # What is simulated is a GPU, for which it makes no difference how many ranks there are.
         if item.get_closest_marker("simulated_gpu") is not None:
             return needed, max(2, needed)
         if item.get_closest_marker("sizes") is None:
-            return max(SIZE_OF_SHORT, needed), sys.maxsize
+            return max(SIZE_OF_PARTS, needed), sys.maxsize
     return needed, sys.maxsize
 
 
@@ -98,11 +98,11 @@ def left_out(items: list[pytest.Item]) -> set[str]:
 class Report:
     """The report of one process."""
 
-    def __init__(self, path: Path, rank: int, ranks: int | None, short: bool = False) -> None:
+    def __init__(self, path: Path, rank: int, ranks: int | None, part: str | None = None) -> None:
         self.file = path.open("w", encoding="utf-8")
         self.rank = rank
         self.ranks = ranks
-        self.short = short
+        self.part = part
         self.began = 0.0
         self.outcome = ""
         self.reason = ""
@@ -124,10 +124,10 @@ class Report:
         """Leave out what belongs to another run."""
         chosen: list[pytest.Item] = []
         others: list[pytest.Item] = []
-        unwanted = left_out(items) if self.short else set()
+        thorough = left_out(items)
         for item in items:
-            fewest, most = bounds(item, self.short)
-            belongs = item.nodeid not in unwanted
+            fewest, most = bounds(item, self.part)
+            belongs = not self.part or (item.nodeid in thorough) == (self.part == "rest")
             if self.ranks == 0:
                 belongs = belongs and fewest == 0
             elif self.ranks is not None:
@@ -139,7 +139,7 @@ class Report:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Report what is going to run."""
-        tests = {item.nodeid: bounds(item, self.short) for item in session.items}
+        tests = {item.nodeid: bounds(item, self.part) for item in session.items}
         self.write("collected", tests=tests)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

@@ -63,7 +63,8 @@ def gpu_left_as_found() -> Iterator[SimulatedRuntime]:
         gpu_staged_memory._forget_kept()  # type: ignore[attr-defined]
         if runtime.counts.alive != (0, 0, 0, 0):
             gc.collect()
-        assert runtime.counts.alive == (0, 0, 0, 0)
+        alive = runtime.counts.alive
+        assert alive == (0, 0, 0, 0), f"streams, events, registrations, allocations: {alive}"
         assert runtime.counts.unpinned_copies == unpinned
 
 
