@@ -38,7 +38,7 @@ cdef int finish_chunks(EngineState *state, ChannelState *channel) noexcept nogil
         finished = 0
         code = transport.test(transport, slot, &finished)
         if code != MPI_SUCCESS:
-            fail(channel, code)
+            fail(state, channel, code)
             return advanced
         if finished:
             finish_chunk(state, channel, slot)
@@ -65,7 +65,7 @@ cdef int start_chunks(EngineState *state, ChannelState *channel) noexcept nogil:
         count = min(job.count - job.started, transport.chunk_bytes // bytes_sent)
         code = transport.start(transport, slot, job, job.started, count)
         if code != MPI_SUCCESS:
-            fail(channel, code)
+            fail(state, channel, code)
             return advanced
         channel.slot_job[slot] = job
         channel.slot_count[slot] = count

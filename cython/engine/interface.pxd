@@ -1,7 +1,9 @@
 # The C interface between the engine, its clients and the transports. No Python.
 
 from mpiddp.system.kernels cimport ElementType
-from mpiddp.system.posix cimport pthread_cond_t, pthread_mutex_t, pthread_t
+from mpiddp.system.posix cimport (
+    pthread_cond_t, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock, pthread_t,
+)
 
 
 cdef struct Job:
@@ -98,6 +100,11 @@ cdef struct EngineState:
     int on_thread                   # whether the current step runs on the engine thread
 
 
-cdef inline void fail(ChannelState *channel, int code) noexcept nogil:
+cdef inline void fail(EngineState *state, ChannelState *channel, int code) noexcept nogil:
     channel.failed_call = channel.transport.call
     channel.failure = code
+    if channel.transport.wants_thread:
+        # Its jobs move no more: the engine's thread need not look for them.
+        pthread_mutex_lock(&state.channels_lock)
+        state.pending -= channel.pending
+        pthread_mutex_unlock(&state.channels_lock)

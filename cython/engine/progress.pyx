@@ -62,7 +62,7 @@ cdef int advance_jobs(EngineState *state, ChannelState *channel, int helping) no
     if transport.poll != NULL:
         code = transport.poll(transport, &advanced)
         if code != MPI_SUCCESS:
-            fail(channel, code)
+            fail(state, channel, code)
             return advanced
     pthread_mutex_lock(&state.channels_lock)
     job = channel.head
@@ -70,7 +70,7 @@ cdef int advance_jobs(EngineState *state, ChannelState *channel, int helping) no
     while job != NULL:
         status = transport.advance(transport, job, helping)
         if status == ADVANCE_FAILED:
-            fail(channel, transport.code)
+            fail(state, channel, transport.code)
             return advanced
         if status == ADVANCE_BLOCKED:
             return advanced

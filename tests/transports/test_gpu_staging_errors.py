@@ -1,5 +1,6 @@
 """Errors of the transport of buckets on a device, on a simulated GPU: where they come out."""
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,6 +84,18 @@ class TestErrors:
         [other] = queue.allocate([PIECE])
         assert f"cuda{call} failed" in str(error_of(queue.reduction(other).submit))
         assert not queue.channel.idle
+
+    def test_thread_sleeps_afterwards(self, gpu: SimulatedRuntime, open_queue: OpenQueue) -> None:
+        queue = open_queue()
+        [memory] = queue.allocate([PIECE])
+        failing = queue.reduction(memory)
+        with gpu.failing("MemcpyAsync", 700):
+            failing.submit()
+            error_of(failing.wait, TIMEOUT)
+        time.sleep(0.02)
+        before = queue.engine.counters["naps"]
+        time.sleep(0.1)
+        assert queue.engine.counters["naps"] == before
 
     def test_of_the_device_that_is_gone(self, gpu: SimulatedRuntime, open_queue: OpenQueue) -> None:
         gpu.set_devices(2)
