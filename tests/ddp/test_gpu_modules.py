@@ -320,7 +320,7 @@ def test_delayed_parameters(views):
 
 
 def test_another_process_group(views):
-    """Buckets of another group's queues; gradients that were views stay what they are."""
+    """Buckets of another group's channels; gradients that were views stay what they are."""
     pair = [wrap(mlp(3, 4, 2), gradient_as_bucket_view=views) for wrap in (on_gpu, on_host)]
     pair[1].load_state_dict(pair[0].state_dict())
     new_group = dist.new_group()
@@ -491,7 +491,7 @@ class _OnSecond(nn.Parameter):
 
 @pytest.mark.parametrize("small", [False, True], ids=["rebuilt", "from the start"])
 def test_several_devices(small, views, gpu, monkeypatch):
-    """Each has buckets and a queue of its own, and launches in one order."""
+    """Each has buckets and a channel of its own, and launches in one order."""
     monkeypatch.setattr(
         type(gpu), "index_of", lambda self, device: 0 if device.index is None else 1
     )
@@ -517,8 +517,8 @@ def test_several_devices(small, views, gpu, monkeypatch):
             assert_gradients_close(gradients_of(wrapped), expected)
     with together():
         assert len(wrapped.reducer.channels) == 2
-        queues = [bucket.channel.device.index for bucket in wrapped.reducer.buckets]
-        assert queues == [None, None, 0, 0, None, None]
+        channels = [bucket.channel.device.index for bucket in wrapped.reducer.buckets]
+        assert channels == [None, None, 0, 0, None, None]
 
 
 # Errors.

@@ -43,7 +43,7 @@ def trained(views: bool, steps: int = 2, **options: object) -> DDP:
 
 
 def channels() -> int:
-    """Return how many queues of the usual kind the world's group has opened."""
+    """Return how many channels of the usual kind the world's group has opened."""
     return dist.group.WORLD.channel_pool._kinds.count((requested_transport(None), None))
 
 

@@ -96,7 +96,7 @@ def test_files_too_small_for_buckets(tmp_path: Path) -> None:
         step(wrapped, 900)
         assert type(wrapped.reducer.channel.transport).__name__ == "SharedTransport"
 
-        # What could not be had did no harm to the queues.
+        # What could not be had did no harm to the channels.
         limit(resource.RLIMIT_FSIZE, UNLIMITED)
         again = DDP(torch.nn.Linear(900, 2), transport="shared")
         for _ in range(3):

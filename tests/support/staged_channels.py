@@ -26,7 +26,7 @@ PIECE = 4096
 
 
 @dataclass
-class Queue:
+class StagedChannel:
     """A channel of GPU buckets, with what it is made of."""
 
     gpu: SimulatedRuntime
@@ -68,33 +68,35 @@ def gpu_left_as_found() -> Iterator[SimulatedRuntime]:
         assert runtime.counts.unpinned_copies == unpinned
 
 
-OpenQueue = Callable[..., Queue]
+OpenChannel = Callable[..., StagedChannel]
 
 
 @contextlib.contextmanager
-def opening_queues(gpu: SimulatedRuntime) -> Iterator[OpenQueue]:
+def opening_channels(gpu: SimulatedRuntime) -> Iterator[OpenChannel]:
     """Return a function that opens channels over host transports, closed at the end."""
     from mpi4py import MPI
 
-    opened: list[Queue] = []
+    opened: list[StagedChannel] = []
 
-    def make(name: str = "auto", *, threaded: bool = True, piece_bytes: int = PIECE) -> Queue:
+    def make(
+        name: str = "auto", *, threaded: bool = True, piece_bytes: int = PIECE
+    ) -> StagedChannel:
         engine = Engine(threaded=threaded)
         communicator = MPI.COMM_WORLD.Dup()
         inner = choice.open_channel(engine, communicator, name)
         outer = StagingTransport(inner, gpu, CPU, piece_bytes=piece_bytes)
-        opened.append(Queue(gpu, engine, engine.open_channel(outer, communicator)))
+        opened.append(StagedChannel(gpu, engine, engine.open_channel(outer, communicator)))
         return opened[-1]
 
     yield make
     MPI.COMM_WORLD.Barrier()
-    for queue in opened:
-        if queue.channel.idle:
-            queue.engine.close_channel(queue.channel)
-        queue.engine.stop()
-        queue.channel.transport.free()
-        if queue.channel.communicator != MPI.COMM_NULL:
-            queue.channel.communicator.Free()
+    for staged in opened:
+        if staged.channel.idle:
+            staged.engine.close_channel(staged.channel)
+        staged.engine.stop()
+        staged.channel.transport.free()
+        if staged.channel.communicator != MPI.COMM_NULL:
+            staged.channel.communicator.Free()
 
 
 def given(elements: int, dtype: torch.dtype, rank: int = RANK, step: int = 0) -> torch.Tensor:

@@ -62,7 +62,7 @@ def way(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def group(gpu: Gpu, way: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
-    """Return a group of all ranks, whose modules have no queue of another transport yet."""
+    """Return a group of all ranks, whose modules have no channel of another transport yet."""
     monkeypatch.setenv(settings.DEVICE_TRANSPORT.name, way)
     if gpu.real:
         gpus.require(way, gpu.device)

@@ -14,15 +14,15 @@ from staged_channels import (
     CPU,
     PIECE,
     TIMEOUT,
-    OpenQueue,
-    Queue,
+    OpenChannel,
+    StagedChannel,
     check,
     fill,
     forget_failures,
     given,
     gpu_left_as_found,
     mean,
-    opening_queues,
+    opening_channels,
 )
 
 from mpiddp.engine.engine import Engine
@@ -44,8 +44,8 @@ def gpu() -> Iterator[SimulatedRuntime]:
 
 
 @pytest.fixture
-def open_queue(gpu: SimulatedRuntime) -> Iterator[OpenQueue]:
-    with opening_queues(gpu) as make:
+def open_channel(gpu: SimulatedRuntime) -> Iterator[OpenChannel]:
+    with opening_channels(gpu) as make:
         yield make
 
 
@@ -54,18 +54,18 @@ def open_queue(gpu: SimulatedRuntime) -> Iterator[OpenQueue]:
 SHAPES = [(0, 0), (0, 3), (1, 3), (5, 0), (PIECE // 4, 2), (PIECE // 4 + 1, 2), (9999, 7)]
 
 
-def reduce_some(queue: Queue, dtype: torch.dtype) -> None:
+def reduce_some(staged: StagedChannel, dtype: torch.dtype) -> None:
     """Reduce several buckets at once, several times."""
     sizes = [(gradients + tail) * dtype.itemsize for gradients, tail in SHAPES]
     tails = [tail * dtype.itemsize for _, tail in SHAPES]
-    memories = queue.allocate(sizes, tails)
+    memories = staged.allocate(sizes, tails)
     for memory, size, tail in zip(memories, sizes, tails, strict=True):
         assert memory.buffer.nbytes == size - tail
         assert memory.tail.nbytes == tail
         assert not memory.buffer.any()
         assert not memory.tail.any()
         assert not memory.divides_before
-    reductions = [queue.reduction(memory, dtype) for memory in memories]
+    reductions = [staged.reduction(memory, dtype) for memory in memories]
     for step in range(3):
         for memory, reduction in zip(memories, reductions, strict=True):
             fill(memory, dtype, step)
@@ -81,39 +81,39 @@ class TestMeans:
     @pytest.mark.parametrize(
         "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str
     )
-    def test_exact(self, open_queue: OpenQueue, name: str, dtype: torch.dtype) -> None:
-        reduce_some(open_queue(name), dtype)
+    def test_exact(self, open_channel: OpenChannel, name: str, dtype: torch.dtype) -> None:
+        reduce_some(open_channel(name), dtype)
 
     @pytest.mark.parametrize("nodes", [[0, 1, 2, 3], [0, 0, 1, 1]], ids=["apart", "pairs"])
     def test_between_nodes(
-        self, open_queue: OpenQueue, nodes: list[int], monkeypatch: pytest.MonkeyPatch
+        self, open_channel: OpenChannel, nodes: list[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(mpi_nodes, "ranks_of_node", lambda comm: comm.Split(nodes[RANK], RANK))
-        queue = open_queue("shared")
-        inner = type(queue.channel.transport.inner.transport).__name__
+        staged = open_channel("shared")
+        inner = type(staged.channel.transport.inner.transport).__name__
         assert inner == ("LaneTransport" if len(set(nodes[:SIZE])) > 1 else "SharedTransport")
-        reduce_some(queue, torch.float32)
+        reduce_some(staged, torch.float32)
 
     @pytest.mark.parametrize("name", ["shared", "mpi"])
-    def test_without_an_engine_thread(self, open_queue: OpenQueue, name: str) -> None:
-        queue = open_queue(name, threaded=False)
-        assert not queue.engine.has_thread
-        reduce_some(queue, torch.float32)
+    def test_without_an_engine_thread(self, open_channel: OpenChannel, name: str) -> None:
+        staged = open_channel(name, threaded=False)
+        assert not staged.engine.has_thread
+        reduce_some(staged, torch.float32)
 
     @pytest.mark.parametrize("name", ["shared", "mpi"])
     def test_copies_of_any_speed(
-        self, gpu: SimulatedRuntime, open_queue: OpenQueue, name: str
+        self, gpu: SimulatedRuntime, open_channel: OpenChannel, name: str
     ) -> None:
-        queue = open_queue(name)
+        staged = open_channel(name)
         gpu.set_delays(to_host=0.002 * RANK, to_device=0.002 * (SIZE - 1 - RANK))
-        reduce_some(queue, torch.float32)
+        reduce_some(staged, torch.float32)
 
     def test_pieces_divide_a_bucket_evenly(
-        self, gpu: SimulatedRuntime, open_queue: OpenQueue
+        self, gpu: SimulatedRuntime, open_channel: OpenChannel
     ) -> None:
-        queue = open_queue(piece_bytes=PIECE)
-        [memory] = queue.allocate([2 * PIECE + 128 + 8], [8])
-        reduction = queue.reduction(memory)
+        staged = open_channel(piece_bytes=PIECE)
+        [memory] = staged.allocate([2 * PIECE + 128 + 8], [8])
+        reduction = staged.reduction(memory)
         before = gpu.counts
         fill(memory)
         reduction.submit()
@@ -130,7 +130,7 @@ class TestMeans:
         assert channel.device == CPU
         assert isinstance(channel.transport, StagingTransport)
         assert not choice.sends_messages(channel)
-        reduce_some(Queue(gpu, engine, channel), torch.float32)
+        reduce_some(StagedChannel(gpu, engine, channel), torch.float32)
         inner = channel.transport.inner
         engine.close_channel(channel)
         assert inner.closed
@@ -142,14 +142,14 @@ class TestMeans:
 @several
 class TestWaits:
     def test_for_the_stream_that_fills_the_bucket(
-        self, gpu: SimulatedRuntime, open_queue: OpenQueue
+        self, gpu: SimulatedRuntime, open_channel: OpenChannel
     ) -> None:
         """A slow kernel writes the gradients, and nobody waits for it on the host."""
-        queue = open_queue()
-        [memory] = queue.allocate([3 * PIECE])
+        staged = open_channel()
+        [memory] = staged.allocate([3 * PIECE])
         producer = Stream(gpu, 0)
         values = given(3 * PIECE // 4, torch.float32)
-        reduction = queue.reduction(memory)
+        reduction = staged.reduction(memory)
         gpu.hold(producer.address)
         gpu.copy(producer.address, memory.buffer.view(torch.float32), values)
         reduction.submit(producer.address)
@@ -160,14 +160,14 @@ class TestWaits:
         check(memory)
 
     def test_of_the_stream_that_reads_the_means(
-        self, gpu: SimulatedRuntime, open_queue: OpenQueue
+        self, gpu: SimulatedRuntime, open_channel: OpenChannel
     ) -> None:
         """The copy back is slow, and nobody waits for it on the host."""
-        queue = open_queue()
-        [memory] = queue.allocate([3 * PIECE])
+        staged = open_channel()
+        [memory] = staged.allocate([3 * PIECE])
         consumer = Stream(gpu, 0)
         seen = torch.zeros(3 * PIECE // 4)
-        reduction = queue.reduction(memory)
+        reduction = staged.reduction(memory)
         gpu.hold_copies(to_device=True)
         fill(memory)
         reduction.submit()
@@ -181,12 +181,12 @@ class TestWaits:
         with together():
             assert torch.equal(seen, mean(seen.numel(), torch.float32))
 
-    def test_one_stream_for_both(self, gpu: SimulatedRuntime, open_queue: OpenQueue) -> None:
+    def test_one_stream_for_both(self, gpu: SimulatedRuntime, open_channel: OpenChannel) -> None:
         """Step after step is queued on a stream without the host waiting for it."""
-        queue = open_queue()
-        [memory] = queue.allocate([3 * PIECE])
+        staged = open_channel()
+        [memory] = staged.allocate([3 * PIECE])
         compute = Stream(gpu, 0)
-        reduction = queue.reduction(memory)
+        reduction = staged.reduction(memory)
         buffer = memory.buffer.view(torch.float32)
         values = [given(3 * PIECE // 4, torch.float32, step=step) for step in range(3)]
         results = [torch.zeros_like(each) for each in values]
@@ -202,22 +202,22 @@ class TestWaits:
             for step, result in enumerate(results):
                 assert torch.equal(result, mean(result.numel(), torch.float32, step))
 
-    def test_before_the_first_means(self, gpu: SimulatedRuntime, open_queue: OpenQueue) -> None:
-        [memory, empty] = open_queue().allocate([64, 0])
+    def test_before_the_first_means(self, gpu: SimulatedRuntime, open_channel: OpenChannel) -> None:
+        [memory, empty] = open_channel().allocate([64, 0])
         assert memory.wait_on(0) == empty.wait_on(0) == 0
 
     def test_polling_leaves_no_error_behind(
-        self, gpu: SimulatedRuntime, open_queue: OpenQueue
+        self, gpu: SimulatedRuntime, open_channel: OpenChannel
     ) -> None:
         """What is left as the last error looks to torch as if its own kernels had failed."""
-        queue = open_queue(threaded=False)
-        [memory] = queue.allocate([64])
-        reduction = queue.reduction(memory)
+        staged = open_channel(threaded=False)
+        [memory] = staged.allocate([64])
+        reduction = staged.reduction(memory)
         gpu.hold_copies(to_host=True)
         before = gpu.counts.queries
         reduction.submit()
-        queue.engine.progress()
-        queue.engine.progress()
+        staged.engine.progress()
+        staged.engine.progress()
         assert gpu.last_error == 0
         gpu.release()
         assert reduction.wait(TIMEOUT)
@@ -225,11 +225,11 @@ class TestWaits:
         assert gpu.last_error == 0
 
     def test_engine_sleeps_between_looks(
-        self, gpu: SimulatedRuntime, open_queue: OpenQueue
+        self, gpu: SimulatedRuntime, open_channel: OpenChannel
     ) -> None:
-        queue = open_queue()
-        [memory] = queue.allocate([64])
-        reduction = queue.reduction(memory)
+        staged = open_channel()
+        [memory] = staged.allocate([64])
+        reduction = staged.reduction(memory)
         gpu.hold_copies(to_host=True)
         reduction.submit()
         before = gpu.counts.queries
@@ -243,12 +243,12 @@ class TestWaits:
 @several
 class TestOverlap:
     def test_first_pieces_are_back_before_the_last_have_landed(
-        self, gpu: SimulatedRuntime, open_queue: OpenQueue
+        self, gpu: SimulatedRuntime, open_channel: OpenChannel
     ) -> None:
-        queue = open_queue()
+        staged = open_channel()
         pieces = 5
-        [memory] = queue.allocate([pieces * PIECE])
-        reduction = queue.reduction(memory)
+        [memory] = staged.allocate([pieces * PIECE])
+        reduction = staged.reduction(memory)
         fill(memory)
         gpu.hold_copies(to_host=True)
         before = gpu.counts
@@ -267,13 +267,13 @@ class TestOverlap:
         check(memory)
 
     def test_small_bucket_behind_a_large_one_waits_for_its_turn(
-        self, gpu: SimulatedRuntime, open_queue: OpenQueue
+        self, gpu: SimulatedRuntime, open_channel: OpenChannel
     ) -> None:
         """Ranks whose copies land in other orders reduce the same pieces with each other."""
-        queue = open_queue("mpi")
+        staged = open_channel("mpi")
         sizes = [5 * PIECE, 64, 3 * PIECE, 8]
-        memories = queue.allocate(sizes, [0, 0, 0, 8])
-        reductions = [queue.reduction(memory) for memory in memories]
+        memories = staged.allocate(sizes, [0, 0, 0, 8])
+        reductions = [staged.reduction(memory) for memory in memories]
         for step in range(4):
             gpu.set_delays(to_host=0.002 * ((RANK + step) % SIZE))
             for memory, reduction in zip(memories, reductions, strict=True):
@@ -286,14 +286,14 @@ class TestOverlap:
 
 @several
 def test_engine_thread_makes_no_context_on_another_device(
-    gpu: SimulatedRuntime, open_queue: OpenQueue
+    gpu: SimulatedRuntime, open_channel: OpenChannel
 ) -> None:
     gpu.set_devices(3)
     gpu.use_device(2)
     gpu.device_index = 2
-    queue = open_queue()
-    [memory] = queue.allocate([3 * PIECE])
-    reduction = queue.reduction(memory)
+    staged = open_channel()
+    [memory] = staged.allocate([3 * PIECE])
+    reduction = staged.reduction(memory)
     gpu.set_delays(to_host=0.02, to_device=0.001)
     fill(memory)
     reduction.submit()
@@ -307,13 +307,15 @@ def test_engine_thread_makes_no_context_on_another_device(
 
 
 @several
-def test_callers_keep_their_current_device(gpu: SimulatedRuntime, open_queue: OpenQueue) -> None:
+def test_callers_keep_their_current_device(
+    gpu: SimulatedRuntime, open_channel: OpenChannel
+) -> None:
     gpu.set_devices(2)
     gpu.device_index = 1
-    queue = open_queue(threaded=False)
-    [memory] = queue.allocate([3 * PIECE])
+    staged = open_channel(threaded=False)
+    [memory] = staged.allocate([3 * PIECE])
     assert gpu.current_device == 0
-    reduction = queue.reduction(memory)
+    reduction = staged.reduction(memory)
     fill(memory)
     producer = Stream(gpu, 1)
     reduction.submit(producer.address)
@@ -327,54 +329,56 @@ def test_callers_keep_their_current_device(gpu: SimulatedRuntime, open_queue: Op
 class TestMemory:
     @pytest.mark.parametrize("name", ["shared", "mpi"])
     def test_small_buckets_of_two_queues_are_pinned_apart(
-        self, gpu: SimulatedRuntime, open_queue: OpenQueue, name: str
+        self, gpu: SimulatedRuntime, open_channel: OpenChannel, name: str
     ) -> None:
-        first, second = open_queue(name), open_queue(name)
-        memories = [queue.allocate([8, 16, 64], [8, 0, 4]) for queue in (first, second)]
+        first, second = open_channel(name), open_channel(name)
+        memories = [staged.allocate([8, 16, 64], [8, 0, 4]) for staged in (first, second)]
         assert gpu.counts.registrations == 2
         del memories
         assert gpu.counts.registrations == 0
 
-    def test_stays_while_copies_use_it(self, gpu: SimulatedRuntime, open_queue: OpenQueue) -> None:
-        queue = open_queue()
-        [memory, other] = queue.allocate([3 * PIECE, 64])
-        reduction = queue.reduction(memory)
+    def test_stays_while_copies_use_it(
+        self, gpu: SimulatedRuntime, open_channel: OpenChannel
+    ) -> None:
+        staged = open_channel()
+        [memory, other] = staged.allocate([3 * PIECE, 64])
+        reduction = staged.reduction(memory)
         gpu.hold_copies(to_device=True)
         reduction.submit()
         assert reduction.wait(TIMEOUT)
         del memory, other, reduction
         assert gpu.busy
         assert gpu.counts.registrations == 1
-        queue.allocate([64])
+        staged.allocate([64])
         assert gpu.counts.registrations == 1
         gpu.release()
         deadline = time.perf_counter() + TIMEOUT
         while gpu.busy:
             assert time.perf_counter() < deadline
             time.sleep(0.001)
-        queue.allocate([64])
+        staged.allocate([64])
         assert gpu.counts.registrations == 0
 
     def test_stays_while_the_engine_uses_it(
-        self, gpu: SimulatedRuntime, open_queue: OpenQueue
+        self, gpu: SimulatedRuntime, open_channel: OpenChannel
     ) -> None:
-        queue = open_queue()
-        [memory] = queue.allocate([3 * PIECE])
-        [other] = queue.allocate([PIECE])
+        staged = open_channel()
+        [memory] = staged.allocate([3 * PIECE])
+        [other] = staged.allocate([PIECE])
         gpu.hold_copies(to_host=True)
-        first = queue.reduction(memory)
+        first = staged.reduction(memory)
         fill(memory)
         first.submit()
         del memory, first
         gpu.release()
         gpu.hold_copies()
-        last = queue.reduction(other)
+        last = staged.reduction(other)
         fill(other)
         last.submit()
         assert last.wait(TIMEOUT)
         check(other)
         deadline = time.perf_counter() + TIMEOUT
-        while not queue.channel.idle:
+        while not staged.channel.idle:
             assert time.perf_counter() < deadline
             time.sleep(0.001)
         forget_failures()
@@ -400,10 +404,10 @@ class TestMemory:
         engine.stop()
 
     def test_is_left_alone_by_a_forked_child(
-        self, gpu: SimulatedRuntime, open_queue: OpenQueue
+        self, gpu: SimulatedRuntime, open_channel: OpenChannel
     ) -> None:
-        queue = open_queue()
-        [memory] = queue.allocate([3 * PIECE])
+        staged = open_channel()
+        [memory] = staged.allocate([3 * PIECE])
         alive, queries = gpu.counts.alive, gpu.counts.queries
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -413,13 +417,13 @@ class TestMemory:
             os._exit((gpu.counts.alive, gpu.counts.queries) != (alive, queries))
         assert os.waitpid(child, 0)[1] == 0
 
-    def test_wrong_sizes(self, open_queue: OpenQueue, gpu: SimulatedRuntime) -> None:
-        queue = open_queue()
+    def test_wrong_sizes(self, open_channel: OpenChannel, gpu: SimulatedRuntime) -> None:
+        staged = open_channel()
         with pytest.raises(ValueError, match=r"tails of \[8\] bytes are more"):
-            queue.allocate([4], [8])
+            staged.allocate([4], [8])
         for piece_bytes in (0, 100):
             with pytest.raises(ValueError, match="piece_bytes must be a multiple of 64"):
-                StagingTransport(queue.channel.transport.inner, gpu, CPU, piece_bytes=piece_bytes)
+                StagingTransport(staged.channel.transport.inner, gpu, CPU, piece_bytes=piece_bytes)
 
 
 def test_world_of_one(gpu: SimulatedRuntime) -> None:

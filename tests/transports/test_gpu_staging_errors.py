@@ -11,10 +11,10 @@ from staged_channels import (
     CPU,
     PIECE,
     TIMEOUT,
-    OpenQueue,
+    OpenChannel,
     forget_failures,
     gpu_left_as_found,
-    opening_queues,
+    opening_channels,
 )
 
 from mpiddp.engine.engine import Engine
@@ -32,8 +32,8 @@ def gpu() -> Iterator[SimulatedRuntime]:
 
 
 @pytest.fixture
-def open_queue(gpu: SimulatedRuntime) -> Iterator[OpenQueue]:
-    with opening_queues(gpu) as make:
+def open_channel(gpu: SimulatedRuntime) -> Iterator[OpenChannel]:
+    with opening_channels(gpu) as make:
         yield make
 
 
@@ -67,11 +67,11 @@ class TestErrors:
         ],
     )
     def test_of_a_copy_come_out_where_it_is_waited_for(
-        self, gpu: SimulatedRuntime, open_queue: OpenQueue, call: str, after: int
+        self, gpu: SimulatedRuntime, open_channel: OpenChannel, call: str, after: int
     ) -> None:
-        queue = open_queue()
-        [memory] = queue.allocate([PIECE])
-        failing = queue.reduction(memory)
+        staged = open_channel()
+        [memory] = staged.allocate([PIECE])
+        failing = staged.reduction(memory)
         with gpu.failing(call, 700, after):
             failing.submit()
             error = error_of(failing.wait, TIMEOUT)
@@ -81,28 +81,32 @@ class TestErrors:
             assert error.rank == RANK
             assert f"cuda{call} failed on world rank {RANK}, device 0" in str(error)
         # And whoever comes next.
-        [other] = queue.allocate([PIECE])
-        assert f"cuda{call} failed" in str(error_of(queue.reduction(other).submit))
-        assert not queue.channel.idle
+        [other] = staged.allocate([PIECE])
+        assert f"cuda{call} failed" in str(error_of(staged.reduction(other).submit))
+        assert not staged.channel.idle
 
-    def test_thread_sleeps_afterwards(self, gpu: SimulatedRuntime, open_queue: OpenQueue) -> None:
-        queue = open_queue()
-        [memory] = queue.allocate([PIECE])
-        failing = queue.reduction(memory)
+    def test_thread_sleeps_afterwards(
+        self, gpu: SimulatedRuntime, open_channel: OpenChannel
+    ) -> None:
+        staged = open_channel()
+        [memory] = staged.allocate([PIECE])
+        failing = staged.reduction(memory)
         with gpu.failing("MemcpyAsync", 700):
             failing.submit()
             error_of(failing.wait, TIMEOUT)
         time.sleep(0.02)
-        before = queue.engine.counters["naps"]
+        before = staged.engine.counters["naps"]
         time.sleep(0.1)
-        assert queue.engine.counters["naps"] == before
+        assert staged.engine.counters["naps"] == before
 
-    def test_of_the_device_that_is_gone(self, gpu: SimulatedRuntime, open_queue: OpenQueue) -> None:
+    def test_of_the_device_that_is_gone(
+        self, gpu: SimulatedRuntime, open_channel: OpenChannel
+    ) -> None:
         gpu.set_devices(2)
         gpu.device_index = 1
-        queue = open_queue()
-        [memory] = queue.allocate([PIECE])
-        failing = queue.reduction(memory)
+        staged = open_channel()
+        [memory] = staged.allocate([PIECE])
+        failing = staged.reduction(memory)
         gpu.set_devices(1)
         failing.submit()
         error = error_of(failing.wait, TIMEOUT)
@@ -110,10 +114,10 @@ class TestErrors:
         assert "device 1: cudaErrorInvalidDevice" in str(error)
 
     @pytest.mark.parametrize("call", ["HostRegister", "EventCreateWithFlags"])
-    def test_of_memory(self, gpu: SimulatedRuntime, open_queue: OpenQueue, call: str) -> None:
-        queue = open_queue("mpi")
+    def test_of_memory(self, gpu: SimulatedRuntime, open_channel: OpenChannel, call: str) -> None:
+        staged = open_channel("mpi")
         with gpu.failing(call, 2, 0):
-            error = error_of(queue.allocate, [PIECE, 3 * PIECE])
+            error = error_of(staged.allocate, [PIECE, 3 * PIECE])
         assert isinstance(error, GpuError)
         assert error.call == f"cuda{call}"
         assert f"world rank {RANK}, device 0: cudaErrorMemoryAllocation (2)" in str(error)
@@ -129,7 +133,7 @@ class TestErrors:
         engine.stop()
         communicator.Free()
 
-    def test_of_the_transport_below(self, open_queue: OpenQueue) -> None:
+    def test_of_the_transport_below(self, open_channel: OpenChannel) -> None:
         """MPI's own error, with its text, comes out of the outer channel."""
         from mpi4py import MPI
 
@@ -137,11 +141,11 @@ class TestErrors:
 
         if MPI.get_vendor()[0] != "MPICH":
             pytest.skip("Open MPI crashes when a freed communicator is used")
-        queue = open_queue("mpi")
-        queue.channel.communicator.Set_errhandler(MPI.ERRORS_RETURN)
-        [memory] = queue.allocate([PIECE])
-        failing = queue.reduction(memory)
-        queue.channel.communicator.Free()
+        staged = open_channel("mpi")
+        staged.channel.communicator.Set_errhandler(MPI.ERRORS_RETURN)
+        [memory] = staged.allocate([PIECE])
+        failing = staged.reduction(memory)
+        staged.channel.communicator.Free()
         failing.submit()
         error = error_of(failing.wait, TIMEOUT)
         assert isinstance(error, MPIError)
