@@ -33,8 +33,8 @@ import torch
 import torch_suite_cpu
 from launch import RankReport, Totals, run, say
 
-TESTS = Path(__file__).resolve().parent
-EXCLUDED = TESTS / "torch_suite_excluded.txt"
+HERE = Path(__file__).resolve().parent
+EXCLUDED = HERE / "torch_suite_excluded.txt"
 RANKS = 3
 MODES = ("gloo", "ours", "backend")
 
@@ -95,7 +95,7 @@ def run_job(mode: str, tests: list[str], seconds: float) -> dict[str, Result]:
     with tempfile.TemporaryDirectory(prefix="mpiddp-torch-", ignore_cleanup_errors=True) as name:
         directory = Path(name)
         (directory / "tests").write_text("\n".join(tests), encoding="utf-8")
-        rank = [sys.executable, str(TESTS / "torch_suite_rank.py"), mode, name, str(seconds)]
+        rank = [sys.executable, str(HERE / "torch_suite_rank.py"), mode, name, str(seconds)]
         command = [mpirun.find(), "-n", str(RANKS), *rank]
         run(command, directory, seconds * (1 + len(tests)), subprocess.PIPE)
         reports = [RankReport.read(directory / f"rank-{rank}.jsonl") for rank in range(RANKS)]
@@ -130,7 +130,7 @@ def _last_line(text: str) -> str:
 def run_on_gloo(tests: list[str], seconds: float, kept: Path) -> dict[str, Result]:
     """Return the results of tests on Gloo, those that were kept before without running them."""
     parts = [torch.__version__.encode()]
-    parts += [(TESTS / f"torch_suite_{part}.py").read_bytes() for part in ("rank", "cpu")]
+    parts += [(HERE / f"torch_suite_{part}.py").read_bytes() for part in ("rank", "cpu")]
     key = hashlib.sha256(b"".join(parts)).hexdigest()
     results = {}
     if kept.exists():
@@ -165,7 +165,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("tests", nargs="*", default=["*"], help="default: all")
     parser.add_argument("--quick", action="store_true", help="tests of our class only")
-    parser.add_argument("--output", type=Path, default=TESTS.parent / "build" / "test-torch")
+    parser.add_argument("--output", type=Path, default=HERE.parents[1] / "build" / "test-torch")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one test")
     options = parser.parse_args()
 
