@@ -52,7 +52,9 @@ def forget_failures() -> None:
 def gpu_left_as_found() -> Iterator[SimulatedRuntime]:
     """Put CPU tensors on the simulated GPU, and check that everything is given back."""
     with simulated_gpu.on_cpu_tensors() as runtime:
-        forget_failures()  # of other tests, lest it be let go of while this one counts
+        # Of other tests, lest it be freed while this one counts. Collecting may keep it again.
+        gc.collect()
+        forget_failures()
         runtime.overlook()
         unpinned = runtime.counts.unpinned_copies
         yield runtime
