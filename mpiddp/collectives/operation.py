@@ -34,6 +34,9 @@ class Group(Protocol):
         Not collective. `memory` is kept until the request has ended.
         """
 
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        """Reduce tensors over all ranks in place. Collective."""
+
     def allgather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:

@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import (
 )
 from torch._C._distributed_c10d import Work as TorchWork
 
-from mpiddp.collectives import movement, point_to_point, reductions
+from mpiddp.collectives import movement, point_to_point, reductions, sparse
 from mpiddp.collectives.operation import Operation
 from mpiddp.engine import forks
 from mpiddp.engine.engine import Channel
@@ -127,7 +127,8 @@ class ProcessGroup(BackendProperties):
         op = opts.reduceOp if opts is not None else dist.ReduceOp(dist.ReduceOp.SUM)
         for tensor in tensors:
             if tensor.layout is torch.sparse_coo:
-                return self._all_reduce_some_sparse(tensors, op, opts)
+                sparse.all_reduce(self, tensors, op, opts)
+                return self._start("all_reduce", _nothing, (tensors,), opts)
         return self._start("all_reduce", reductions.all_reduce, (tensors, op), opts, tensors, op)
 
     def allreduce_coalesced(
@@ -471,19 +472,6 @@ class ProcessGroup(BackendProperties):
     def release_channels(self, channels: dict[torch.device, Channel]) -> None:
         """Give channels for gradients back. Not collective."""
         self.channel_pool.release(channels)
-
-    def _all_reduce_some_sparse(
-        self, tensors: list[torch.Tensor], op: dist.ReduceOp, opts: AllreduceOptions | None
-    ) -> TorchWork:
-        if getattr(op, "op", op) != dist.ReduceOp.SUM:
-            raise TypeError("sparse tensors can only be summed over ranks, with ReduceOp.SUM")
-        with torch.no_grad():
-            for tensor in tensors:
-                if tensor.layout is torch.sparse_coo:
-                    reductions.all_reduce_sparse(self, tensor, opts)
-                else:
-                    self.allreduce([tensor], opts).wait()
-        return self._start("all_reduce", _nothing, (tensors,), opts)
 
 
 def _flat(lists: Sequence[Sequence[torch.Tensor]]) -> Iterator[torch.Tensor]:
