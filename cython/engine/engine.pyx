@@ -4,7 +4,6 @@ The engine owns all gradient traffic of a process. It knows channels, chunks and
 time; it knows neither autograd nor which MPI call a transport makes.
 
 Note [Who makes progress] is in progress.pyx.
-
 """
 
 from cpython.exc cimport PyErr_CheckSignals

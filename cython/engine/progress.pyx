@@ -16,7 +16,6 @@ thread at a time, the holder of `progress_lock`:
 * without an engine thread, each hook takes one step (`poke`).
 """
 
-
 from mpi4py.libmpi cimport MPI_SUCCESS
 
 from mpiddp.engine.chunks cimport move_chunks

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from mpiddp.mpi import nodes, uncaught
-from mpiddp.rendezvous import world as world
+from mpiddp.rendezvous import world
 from mpiddp.torch_internals.patching import replace_function
 from mpiddp.torch_internals.versions import new_group_in_order
 

@@ -167,7 +167,7 @@ def test_nothing_on_any_rank():
         {"affine": False},
         pytest.param(
             {"bias": False},
-            marks=pytest.mark.skipif(
+            marks=pytest.mark.skipif(  # an older torch's BatchNorm always has a bias
                 "bias" not in inspect.signature(nn.BatchNorm2d).parameters,
                 reason="this torch's BatchNorm always has a bias",
             ),

@@ -160,7 +160,7 @@ def test_when_buffers_are_synchronised(synchronise, gloo):
         assert all_bits(pair[0].named_buffers()) == all_bits(pair[1].named_buffers())
 
 
-@pytest.mark.skipif(
+@pytest.mark.skipif(  # an older torch's forward changes what backward needs
     not BUFFERS_KEEP_VERSIONS, reason="this torch's forward changes what backward needs"
 )
 def test_two_forwards_with_batch_norm_before_one_backward(gloo):

@@ -213,7 +213,7 @@ def test_code_and_what_cannot_be_run(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_command_line(arguments: list[str], said: str) -> None:
-    from mpiddp.runner import command as command
+    from mpiddp.runner import command
 
     with pytest.raises(command._UsageError, match=said):
         command._parse(command._make_parser(), arguments)
