@@ -95,12 +95,12 @@ def _seconds(text: str) -> float:
 
 TRANSPORT = Setting(
     "MPIDDP_TRANSPORT",
-    "auto, shared or mpi",
+    "auto, shared, exchange or mpi",
     "auto",
     "How gradients travel where DistributedDataParallel is not told by `transport`: in memory "
     "that the ranks of a node share, or by MPI_Iallreduce alone. auto takes what is faster.",
     True,
-    _one_of("auto", "shared", "mpi"),
+    _one_of("auto", "shared", "exchange", "mpi"),
     "auto",
 )
 DEVICE_TRANSPORT: Setting[str] = Setting(

@@ -5,8 +5,10 @@ Chunks start strictly in order of job and offset, so that they match on all rank
 
 from mpi4py.libmpi cimport MPI_SUCCESS
 
-from mpiddp.engine.interface cimport ChannelState, EngineState, Job, Transport, fail
-from mpiddp.system.kernels cimport ELEMENT_FLOAT64
+from mpiddp.engine.interface cimport (
+    CHUNK_FINISHED, CHUNK_WAITS, ChannelState, ChunkProgress, EngineState, Job, Transport, fail,
+)
+from mpiddp.system.kernels cimport element_bytes
 from mpiddp.system.posix cimport now, pthread_mutex_lock, pthread_mutex_unlock, store
 
 
@@ -28,21 +30,21 @@ cdef void finish_chunk(EngineState *state, ChannelState *channel, size_t slot) n
 
 
 cdef int finish_chunks(EngineState *state, ChannelState *channel) noexcept nogil:
-    """Test what is in flight; return how many chunks finished."""
+    """Test what is in flight; return how many chunks finished or moved."""
     cdef Transport *transport = channel.transport
     cdef size_t slot
-    cdef int finished, code, advanced = 0
+    cdef int code, advanced = 0
+    cdef ChunkProgress progress = CHUNK_WAITS
     for slot in range(transport.slots):
         if channel.slot_job[slot] == NULL:
             continue
-        finished = 0
-        code = transport.test(transport, slot, &finished)
+        code = transport.test(transport, slot, &progress)
         if code != MPI_SUCCESS:
             fail(state, channel, code)
             return advanced
-        if finished:
+        if progress == CHUNK_FINISHED:
             finish_chunk(state, channel, slot)
-            advanced += 1
+        advanced += progress != CHUNK_WAITS
     return advanced
 
 
@@ -50,7 +52,7 @@ cdef int start_chunks(EngineState *state, ChannelState *channel) noexcept nogil:
     """Fill the window from the head of the channel; return how many chunks started."""
     cdef Transport *transport = channel.transport
     cdef Job *job
-    cdef size_t slot, count, bytes_sent
+    cdef size_t slot, count, bytes_of_element
     cdef int code, advanced = 0
     for slot in range(transport.slots):
         if channel.slot_job[slot] != NULL:
@@ -60,9 +62,8 @@ cdef int start_chunks(EngineState *state, ChannelState *channel) noexcept nogil:
         pthread_mutex_unlock(&state.channels_lock)
         if job == NULL:
             return advanced
-        # 16-bit elements travel as float32, see Note [Sums of 16-bit gradients].
-        bytes_sent = 8 if job.element == ELEMENT_FLOAT64 else 4
-        count = min(job.count - job.started, transport.chunk_bytes // bytes_sent)
+        bytes_of_element = max(element_bytes(job.element), transport.least_bytes)
+        count = min(job.count - job.started, transport.chunk_bytes // bytes_of_element)
         code = transport.start(transport, slot, job, job.started, count)
         if code != MPI_SUCCESS:
             fail(state, channel, code)

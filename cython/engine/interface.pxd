@@ -30,6 +30,13 @@ cdef enum Advance:
     ADVANCE_FAILED          # MPI returned an error: `code` and `call` of the transport
 
 
+cdef enum ChunkProgress:
+    # What `test` says about a chunk.
+    CHUNK_WAITS             # for messages
+    CHUNK_MOVED             # its next collective has started
+    CHUNK_FINISHED          # its elements hold the mean
+
+
 cdef struct Transport:
     # What the engine knows of a transport. Each transport's own struct has this one as
     # its first member. A transport either sends chunks (`start`, `test`: they return an MPI
@@ -37,11 +44,12 @@ cdef struct Transport:
     # the window; or it moves whole jobs by itself (`announce`, `poll`, `advance`).
     size_t slots            # chunks that may be in flight at once, at most MAX_SLOTS
     size_t chunk_bytes      # size of one chunk as it is sent
+    size_t least_bytes      # what an element has at least when it is sent
     const char *call
     int (*start)(
         Transport *transport, size_t slot, Job *job, size_t offset, size_t count
     ) noexcept nogil
-    int (*test)(Transport *transport, size_t slot, int *finished) noexcept nogil
+    int (*test)(Transport *transport, size_t slot, ChunkProgress *progress) noexcept nogil
     int code                # of a call that failed in `advance`
     # See which messages have arrived; called before `advance`. May be NULL.
     int (*poll)(Transport *transport, int *advanced) noexcept nogil

@@ -31,6 +31,10 @@ struct mpiddp_kernels {
     void (*scaled_sum_to)(int, void *, char *const *, size_t, size_t, size_t, double);
     void (*spread_scaled_mean)(
         int, char *const *, size_t, size_t, size_t, const void *, const void *, double);
+    void (*mean_to)(int, void *, char *const *, size_t, size_t, size_t, double);
+    void (*scaled_sum_as_element)(int, void *, char *const *, size_t, size_t, size_t, double);
+    int (*are_finite)(int, const void *, size_t);
+    void (*replace_special)(int, void *, const void *, size_t);
     void (*convert)(int, int, void *, const void *, size_t);
 };
 

@@ -49,10 +49,34 @@ cdef struct Kernels:
         const void *sum, const void *scaled, double divisor,
     ) noexcept nogil
 
+    # Put the sum of all buffers, divided, into out[0 .. count - 1], which are elements.
+    void (*mean_to)(
+        int element, void *out, char *const *buffers, size_t ranks, size_t first,
+        size_t count, double divisor,
+    ) noexcept nogil
+
+    # As scaled_sum_to, with sums that are rounded to elements. Of float16, too, they are scaled.
+    void (*scaled_sum_as_element)(
+        int element, void *out, char *const *buffers, size_t ranks, size_t first,
+        size_t count, double divisor,
+    ) noexcept nogil
+
+    # Whether no element of an array is infinite or NaN.
+    int (*are_finite)(int element, const void *array, size_t count) noexcept nogil
+
+    # Put the elements of another array in the place of those that are infinite or NaN.
+    void (*replace_special)(
+        int element, void *array, const void *other, size_t count,
+    ) noexcept nogil
+
     # Convert an array from one element type to another or the same.
     void (*convert)(
         int to, int from_, void *out, const void *array, size_t count,
     ) noexcept nogil
+
+
+# What the elements of `scaled_sum_to` and `scaled_sum_as_element` were multiplied by.
+cdef double scale_of(double divisor) noexcept nogil
 
 
 # The kernels in use. May be called on any thread.

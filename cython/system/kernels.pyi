@@ -36,4 +36,22 @@ def spread_scaled_mean(
     scaled: torch.Tensor,
     divisor: float,
 ) -> None: ...
+def mean_to(
+    name: str,
+    out: torch.Tensor,
+    buffers: Sequence[torch.Tensor],
+    first: int,
+    count: int,
+    divisor: float,
+) -> None: ...
+def scaled_sum_as_element(
+    name: str,
+    out: torch.Tensor,
+    buffers: Sequence[torch.Tensor],
+    first: int,
+    count: int,
+    divisor: float,
+) -> None: ...
+def are_finite(name: str, array: torch.Tensor) -> bool: ...
+def replace_special(name: str, array: torch.Tensor, other: torch.Tensor) -> None: ...
 def convert(name: str, out: torch.Tensor, array: torch.Tensor) -> None: ...

@@ -26,9 +26,16 @@ cdef extern from "kernels.h" nogil:
         void (*spread_scaled_mean)(
             int, char *const *, size_t, size_t, size_t, const void *, const void *, double,
         ) noexcept nogil
+        void (*mean_to)(
+            int, void *, char *const *, size_t, size_t, size_t, double) noexcept nogil
+        void (*scaled_sum_as_element)(
+            int, void *, char *const *, size_t, size_t, size_t, double) noexcept nogil
+        int (*are_finite)(int, const void *, size_t) noexcept nogil
+        void (*replace_special)(int, void *, const void *, size_t) noexcept nogil
         void (*convert)(int, int, void *, const void *, size_t) noexcept nogil
     enum:
         MPIDDP_MAX_KERNELS
+    double mpiddp_scale(double) noexcept
     size_t mpiddp_available_kernels(const mpiddp_kernels **) noexcept
 
 
@@ -50,6 +57,10 @@ cdef const Kernels *selected_kernels() noexcept nogil:
     return _selected
 
 
+cdef double scale_of(double divisor) noexcept nogil:
+    return mpiddp_scale(divisor)
+
+
 cdef _list():
     """Fill the tables with what this processor can run."""
     global _count
@@ -63,6 +74,10 @@ cdef _list():
         _tables[i].spread_mean = found[i].spread_mean
         _tables[i].scaled_sum_to = found[i].scaled_sum_to
         _tables[i].spread_scaled_mean = found[i].spread_scaled_mean
+        _tables[i].mean_to = found[i].mean_to
+        _tables[i].scaled_sum_as_element = found[i].scaled_sum_as_element
+        _tables[i].are_finite = found[i].are_finite
+        _tables[i].replace_special = found[i].replace_special
         _tables[i].convert = found[i].convert
 
 
@@ -251,6 +266,63 @@ def spread_scaled_mean(name, buffers, size_t first, size_t count, sums, scaled, 
     with nogil:
         kernels.spread_scaled_mean(
             given.element, given.addresses, given.count, first, count, summed, smaller, divisor)
+
+
+def mean_to(name, out, buffers, size_t first, size_t count, double divisor):
+    """Put the sum of all buffers, divided and rounded to their dtype, into another tensor.
+
+    Not collective. For arguments and errors not listed see `mean_in_place`.
+
+    Args:
+        out: of at least `count` elements, of the dtype of the buffers.
+    """
+    cdef const Kernels *kernels = _find(name)
+    cdef _Buffers given = _Buffers(buffers, first + count)
+    cdef char *means = _address(out, given.tensors[0].dtype, count)
+    with nogil:
+        kernels.mean_to(given.element, means, given.addresses, given.count, first, count, divisor)
+
+
+def scaled_sum_as_element(name, out, buffers, size_t first, size_t count, double divisor):
+    """Put what `scaled_sum_to` gives, rounded to the dtype of the buffers, into another tensor.
+
+    Not collective. For arguments and errors not listed see `mean_to`. Of float16, too, the
+    elements are scaled.
+    """
+    cdef const Kernels *kernels = _find(name)
+    cdef _Buffers given = _Buffers(buffers, first + count)
+    cdef char *sums = _address(out, given.tensors[0].dtype, count)
+    with nogil:
+        kernels.scaled_sum_as_element(
+            given.element, sums, given.addresses, given.count, first, count, divisor)
+
+
+def are_finite(name, array):
+    """Return whether no element of a tensor is infinite or NaN.
+
+    Not collective. For errors see `mean_in_place`.
+    """
+    cdef const Kernels *kernels = _find(name)
+    cdef size_t count = array.numel()
+    cdef char *address = _address(array, array.dtype, count)
+    return bool(kernels.are_finite(_element(array), address, count))
+
+
+def replace_special(name, array, other):
+    """Put the elements of another tensor in the place of those that are infinite or NaN.
+
+    Not collective. For errors see `mean_in_place`.
+
+    Args:
+        name: one of `available`.
+        array: what is changed.
+        other: of the same dtype, and at least as many elements.
+    """
+    cdef const Kernels *kernels = _find(name)
+    cdef size_t count = array.numel()
+    cdef char *address = _address(array, array.dtype, count)
+    kernels.replace_special(
+        _element(array), address, _address(other, array.dtype, count), count)
 
 
 def convert(name, out, array):

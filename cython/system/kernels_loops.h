@@ -9,6 +9,8 @@
  *   BITS, OVERFLOW(sum)           an integer type, and one whose first bit says whether a
  *                                 SUM is infinite or NaN
  *   CHOOSE_SUM(s, v, w)           v where s is finite, else w
+ *   ELEMENT_BITS, SPECIAL(e)      an unsigned type as large as an element, and one whose first
+ *                                 bit says whether the element is infinite or NaN
  * and, where an element is not simply a SUM,
  *   LOAD(p), STORE(p, v)          one SUM from and to an element
  * and, where compilers make no good SIMD code of that,
@@ -231,6 +233,70 @@ static MPIDDP_NOINLINE TARGET void NAME(spread_scaled_mean)(
 }
 #endif
 
+static MPIDDP_NOINLINE TARGET void NAME(mean_to)(
+    ELEMENT *out, char *const *buffers, size_t ranks, size_t first, size_t count, double divisor)
+{
+    SUM wide[MPIDDP_BLOCK];
+    char *target = (char *)out;
+    size_t done, n;
+    for (done = 0; done < count; done += n) {
+        n = count - done < MPIDDP_BLOCK ? count - done : MPIDDP_BLOCK;
+        NAME(sum_to)(wide, buffers, ranks, first + done, n);
+#if OVERFLOWS
+        if (!NAME(all_finite)(wide, n)) {
+            SUM scaled[MPIDDP_BLOCK];
+            NAME(scaled_sum_to)(scaled, buffers, ranks, first + done, n, divisor);
+            NAME(spread_scaled_mean)(&target, 1, done, n, wide, scaled, divisor);
+            continue;
+        }
+#endif
+        NAME(spread_mean)(&target, 1, done, n, wide, divisor);
+    }
+}
+
+static MPIDDP_NOINLINE TARGET void NAME(scaled_sum_as_element)(
+    ELEMENT *out, char *const *buffers, size_t ranks, size_t first, size_t count, double divisor)
+{
+    SUM wide[MPIDDP_BLOCK];
+    char *target = (char *)out;
+    size_t done, n;
+    for (done = 0; done < count; done += n) {
+        n = count - done < MPIDDP_BLOCK ? count - done : MPIDDP_BLOCK;
+#if OVERFLOWS
+        NAME(scaled_sum_to)(wide, buffers, ranks, first + done, n, divisor);
+        NAME(spread_mean)(&target, 1, done, n, wide, 1);
+#else
+        NAME(sum_to)(wide, buffers, ranks, first + done, n);
+        NAME(spread_mean)(&target, 1, done, n, wide, 1 / mpiddp_scale(divisor));
+#endif
+    }
+}
+
+static MPIDDP_NOINLINE TARGET int NAME(are_finite)(const ELEMENT *array, size_t count)
+{
+    size_t done, n, i;
+    for (done = 0; done < count; done += n) {
+        ELEMENT_BITS special = 0;
+        n = count - done < MPIDDP_BLOCK ? count - done : MPIDDP_BLOCK;
+        for (i = 0; i < n; i++)
+            special |= SPECIAL(array[done + i]);
+        if (special >> (8 * sizeof special - 1))
+            return 0;
+    }
+    return 1;
+}
+
+static MPIDDP_NOINLINE TARGET void NAME(replace_special)(
+    ELEMENT *array, const ELEMENT *other, size_t count)
+{
+    size_t i;
+    for (i = 0; i < count; i++) {
+        const ELEMENT_BITS special = SPECIAL(array[i]);
+        if (special >> (8 * sizeof special - 1))
+            array[i] = other[i];
+    }
+}
+
 static MPIDDP_NOINLINE TARGET void NAME(mean_in_place)(
     char *const *buffers, size_t ranks, size_t first, size_t count, double divisor)
 {
@@ -274,6 +340,8 @@ static MPIDDP_NOINLINE TARGET void NAME(mean_in_place)(
 #undef BITS
 #undef OVERFLOW
 #undef CHOOSE_SUM
+#undef ELEMENT_BITS
+#undef SPECIAL
 #undef VECTOR
 #undef LANES
 #undef LOAD

@@ -137,6 +137,17 @@ MPIDDP_INLINE uint64_t mpiddp_overflow_double(double value)
     return (bits & 0x7ff0000000000000u) + 0x0010000000000000u;
 }
 
+/* The same for elements of 16 bits, with bit 15. */
+MPIDDP_INLINE uint16_t mpiddp_special_float16(uint16_t value)
+{
+    return (uint16_t)((value & 0x7c00u) + 0x0400u);
+}
+
+MPIDDP_INLINE uint16_t mpiddp_special_bfloat16(uint16_t value)
+{
+    return (uint16_t)((value & 0x7f80u) + 0x0080u);
+}
+
 /* `v` where the sum is finite, else `w`. */
 MPIDDP_INLINE float mpiddp_choose_float(float sum, float v, float w)
 {

@@ -12,6 +12,8 @@
 
 #define ELEMENT_NAME float32
 #define ELEMENT float
+#define ELEMENT_BITS uint32_t
+#define SPECIAL(e) mpiddp_overflow_float(e)
 #define SUM float
 #define OVERFLOWS 1
 #define BITS uint32_t
@@ -21,6 +23,8 @@
 
 #define ELEMENT_NAME float64
 #define ELEMENT double
+#define ELEMENT_BITS uint64_t
+#define SPECIAL(e) mpiddp_overflow_double(e)
 #define SUM double
 #define OVERFLOWS 1
 #define BITS uint64_t
@@ -30,6 +34,8 @@
 
 #define ELEMENT_NAME float16
 #define ELEMENT uint16_t
+#define ELEMENT_BITS uint16_t
+#define SPECIAL(e) mpiddp_special_float16(e)
 #define SUM float
 /* The largest float16 is 65504. */
 #define OVERFLOWS 0
@@ -51,6 +57,8 @@
 
 #define ELEMENT_NAME bfloat16
 #define ELEMENT uint16_t
+#define ELEMENT_BITS uint16_t
+#define SPECIAL(e) mpiddp_special_bfloat16(e)
 #define SUM float
 #define OVERFLOWS 1
 #define BITS uint32_t
@@ -163,6 +171,64 @@ static TARGET void NAME(spread_scaled, mean)(
     mpiddp_reset_float_state(before);
 }
 
+static TARGET void NAME(mean, to)(
+    int element, void *out, char *const *buffers, size_t ranks, size_t first, size_t count,
+    double divisor)
+{
+    const mpiddp_float_state before = mpiddp_set_float_state();
+    if (element == MPIDDP_FLOAT32)
+        NAME(mean_to, float32)((float *)out, buffers, ranks, first, count, divisor);
+    else if (element == MPIDDP_FLOAT64)
+        NAME(mean_to, float64)((double *)out, buffers, ranks, first, count, divisor);
+    else if (element == MPIDDP_FLOAT16)
+        NAME(mean_to, float16)((uint16_t *)out, buffers, ranks, first, count, divisor);
+    else
+        NAME(mean_to, bfloat16)((uint16_t *)out, buffers, ranks, first, count, divisor);
+    mpiddp_reset_float_state(before);
+}
+
+static TARGET void NAME(scaled_sum_as, element)(
+    int element, void *out, char *const *buffers, size_t ranks, size_t first, size_t count,
+    double divisor)
+{
+    const mpiddp_float_state before = mpiddp_set_float_state();
+    if (element == MPIDDP_FLOAT32)
+        NAME(scaled_sum_as_element, float32)((float *)out, buffers, ranks, first, count, divisor);
+    else if (element == MPIDDP_FLOAT64)
+        NAME(scaled_sum_as_element, float64)((double *)out, buffers, ranks, first, count, divisor);
+    else if (element == MPIDDP_FLOAT16)
+        NAME(scaled_sum_as_element, float16)(
+            (uint16_t *)out, buffers, ranks, first, count, divisor);
+    else
+        NAME(scaled_sum_as_element, bfloat16)(
+            (uint16_t *)out, buffers, ranks, first, count, divisor);
+    mpiddp_reset_float_state(before);
+}
+
+static TARGET int NAME(are, finite)(int element, const void *array, size_t count)
+{
+    if (element == MPIDDP_FLOAT32)
+        return NAME(are_finite, float32)((const float *)array, count);
+    if (element == MPIDDP_FLOAT64)
+        return NAME(are_finite, float64)((const double *)array, count);
+    if (element == MPIDDP_FLOAT16)
+        return NAME(are_finite, float16)((const uint16_t *)array, count);
+    return NAME(are_finite, bfloat16)((const uint16_t *)array, count);
+}
+
+static TARGET void NAME(replace, special)(
+    int element, void *array, const void *other, size_t count)
+{
+    if (element == MPIDDP_FLOAT32)
+        NAME(replace_special, float32)((float *)array, (const float *)other, count);
+    else if (element == MPIDDP_FLOAT64)
+        NAME(replace_special, float64)((double *)array, (const double *)other, count);
+    else if (element == MPIDDP_FLOAT16)
+        NAME(replace_special, float16)((uint16_t *)array, (const uint16_t *)other, count);
+    else
+        NAME(replace_special, bfloat16)((uint16_t *)array, (const uint16_t *)other, count);
+}
+
 static MPIDDP_NOINLINE TARGET void NAME(double_to, float)(
     float *restrict out, const double *restrict in, size_t count)
 {
@@ -230,6 +296,10 @@ static const struct mpiddp_kernels JOIN(kernels, of, VARIANT) = {
     NAME(spread, mean),
     NAME(scaled_sum, to),
     NAME(spread_scaled, mean),
+    NAME(mean, to),
+    NAME(scaled_sum_as, element),
+    NAME(are, finite),
+    NAME(replace, special),
     NAME(convert, any),
 };
 

@@ -1,6 +1,6 @@
 from mpi4py.libmpi cimport MPI_Comm, MPI_Request
 
-from mpiddp.engine.interface cimport MAX_SLOTS, Job, Transport
+from mpiddp.engine.interface cimport MAX_SLOTS, ChunkProgress, Job, Transport
 
 
 cdef enum ChunkPhase:
@@ -33,10 +33,10 @@ cdef struct ChunkSums:
     ChunkSum slots[MAX_SLOTS]
 
 
-# Set up `window` slots; `memory` has `2 * window * bytes_` bytes.
+# Give `window` slots their memory: each gets `2 * bytes_` of every `stride` bytes.
 cdef void set_up(
-    ChunkSums *sums, Transport *transport, MPI_Comm comm, MPI_Comm comm_again, char *memory,
-    size_t window, size_t bytes_) noexcept
+    ChunkSums *sums, Transport *transport, char *memory, size_t window, size_t stride,
+    size_t bytes_) noexcept
 
 # Start the all-reduce of what these buffers hold; return an MPI error code. Chunks must start in
 # the same order on all ranks, and the buffers must not change until it is finished.
@@ -45,4 +45,4 @@ cdef int start_sum(
     size_t count) noexcept nogil
 
 # See whether the slot's chunk holds the mean in all buffers; return an MPI error code.
-cdef int test_sum(ChunkSums *sums, size_t slot, int *finished) noexcept nogil
+cdef int test_sum(ChunkSums *sums, size_t slot, ChunkProgress *progress) noexcept nogil

@@ -1,4 +1,4 @@
-"""The transport between nodes: shared memory within each, one MPI_Iallreduce per chunk between.
+"""The transport between nodes: shared memory within each, a wire between.
 
 Each node has as many lanes as the smallest node has ranks, and rank l of a node drives lane
 l: for every chunk of its lane it adds the chunks of the node's ranks, starts the all-reduce
@@ -9,7 +9,7 @@ wire and the writing of different chunks overlap.
 Note [Chunks and windows]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 A whole bucket in one Iallreduce, or all chunks at once, use one direction of the link at a
-time (measured: twice the wire's time on Open MPI over TCP). With one or two chunks of 256 KB
+time (measured: twice the wire's time on Open MPI over TCP). With a few chunks of 256 KB
 to 1 MB in flight per lane, both directions stay full.
 Chunks start in order of bucket and chunk on every rank of a lane, so that they match.
 The first chunk of bucket k belongs to lane k modulo the number of lanes: many small buckets
@@ -17,25 +17,20 @@ are spread over all lanes, too.
 """
 
 from libc.stdint cimport uint32_t
-from libc.stdlib cimport free
 
-from mpi4py.libmpi cimport MPI_SUCCESS, MPI_Comm
+from mpi4py.libmpi cimport MPI_SUCCESS
 
 from mpiddp.engine.interface cimport (
-    ADVANCE_BLOCKED, ADVANCE_DONE, ADVANCE_FAILED, ADVANCE_PENDING, ADVANCE_SOME, MAX_SLOTS,
-    Advance, Job, Transport,
+    ADVANCE_BLOCKED, ADVANCE_DONE, ADVANCE_FAILED, ADVANCE_PENDING, ADVANCE_SOME, CHUNK_FINISHED,
+    CHUNK_WAITS, Advance, ChunkProgress, Job, Transport,
 )
-from mpiddp.mpi.errors cimport check_errno
 from mpiddp.system.kernels cimport element_bytes
-from mpiddp.transports.chunk_sums cimport set_up, start_sum, test_sum
+from mpiddp.transports cimport wire
 from mpiddp.transports.shared cimport (
-    CACHE_LINE, SharedBucket, all_arrived, all_finished, announce, finish_chunk, sleep, take_ticket,
+    SharedBucket, all_arrived, all_finished, announce, finish_chunk, sleep, take_ticket,
 )
 from mpiddp.transports.shared import SharedBuckets, make_bell
-
-
-cdef extern from "<stdlib.h>" nogil:
-    int posix_memalign(void **, size_t, size_t)
+from mpiddp.transports.wire import Wire
 
 
 cdef size_t first_element(LaneState *state, Job *job, size_t chunk) noexcept nogil:
@@ -62,8 +57,8 @@ cdef int start_chunk(LaneState *state, size_t slot, Job *job, size_t chunk) noex
     cdef SharedBucket *bucket = <SharedBucket *>job.context
     state.jobs[slot] = job
     state.in_flight += 1
-    return start_sum(
-        &state.sums, slot, job, bucket.buffers, state.shared.ranks,
+    return wire.start_chunk(
+        state.wire, slot, job, bucket.buffers, state.shared.ranks,
         first_element(state, job, chunk), elements_of(state, job, chunk),
     )
 
@@ -73,22 +68,22 @@ cdef int poll(Transport *transport, int *advanced) noexcept nogil:
     cdef LaneState *state = <LaneState *>transport
     cdef Job *job
     cdef size_t slot
-    cdef int code, finished
+    cdef int code
+    cdef ChunkProgress progress = CHUNK_WAITS
     if not state.in_flight:
         return MPI_SUCCESS
     for slot in range(state.window):
         job = state.jobs[slot]
         if job == NULL:
             continue
-        code = test_sum(&state.sums, slot, &finished)
+        code = wire.test_chunk(state.wire, slot, &progress)
         if code != MPI_SUCCESS:
             return code
-        if not finished:
-            continue
-        state.jobs[slot] = NULL
-        state.in_flight -= 1
-        finish_chunk(&state.shared, <SharedBucket *>job.context)
-        advanced[0] += 1
+        advanced[0] += progress != CHUNK_WAITS
+        if progress == CHUNK_FINISHED:
+            state.jobs[slot] = NULL
+            state.in_flight -= 1
+            finish_chunk(&state.shared, <SharedBucket *>job.context)
     return MPI_SUCCESS
 
 
@@ -123,24 +118,18 @@ cdef class LaneTransport:
     Args:
         communicator: an mpi4py communicator of all ranks.
         node: its ranks that share memory with this one, used by nothing else.
-        chunk_bytes: size of a chunk in bytes of the bucket, a multiple of 64. 16-bit elements
-            travel as float32, in twice as many bytes.
+        chunk_bytes: size of a chunk in bytes of the bucket, a multiple of 64.
         window: chunks in flight at once in each lane, 1 to 16.
+        ways: how chunks travel between nodes, as for `Wire`.
+        group: as for `Wire`, in nodes.
 
     Raises:
-        ValueError: `chunk_bytes` or `window` is out of range.
+        ValueError: `chunk_bytes`, `window` or `group` is out of range.
         OSError: no memory, or the ranks cannot share memory; raised on all ranks of the node.
     """
 
-    def __init__(self, communicator, node, *, size_t chunk_bytes=1 << 19, size_t window=2):
-        cdef void *memory = NULL
-        if chunk_bytes == 0 or chunk_bytes % CACHE_LINE or chunk_bytes > 1 << 29:
-            raise ValueError(
-                f"chunk_bytes must be a multiple of {CACHE_LINE} of at most 2^29, "
-                f"not {chunk_bytes}"
-            )
-        if not 1 <= window <= MAX_SLOTS:
-            raise ValueError(f"window must be 1 to {MAX_SLOTS}, not {window}")
+    def __init__(self, communicator, node, *, size_t chunk_bytes=1 << 19, size_t window=2,
+                 ways=None, size_t group=1):
         from mpi4py import MPI
 
         self.node = node
@@ -148,38 +137,31 @@ cdef class LaneTransport:
         self.state.shared.rank = node.Get_rank()
         self.state.shared.chunk_bytes = chunk_bytes
         self.state.window = window
-        self.state.lanes = communicator.allreduce(self.state.shared.ranks, op=MPI.MIN)
+        sizes = communicator.allgather(node.Get_size())
+        self.state.lanes = min(sizes)
         drives = self.state.shared.rank < self.state.lanes
-        self.lane = communicator.Split(
-            self.state.shared.rank if drives else MPI.UNDEFINED, communicator.Get_rank()
+        # All lanes have the nodes in the same order.
+        lane = communicator.Split(
+            self.state.shared.rank if drives else MPI.UNDEFINED,
+            node.bcast(communicator.Get_rank()),
         )
-        self.lane_again = MPI.COMM_NULL
         if drives:
-            self.lane_again = self.lane.Dup()
-            self.lane.Set_errhandler(MPI.ERRORS_RETURN)
-            self.lane_again.Set_errhandler(MPI.ERRORS_RETURN)
+            self.wire = Wire(
+                lane, chunk_bytes=chunk_bytes, window=window, ways=ways, group=group,
+                sums=max(sizes) > 1,
+            )
+            lane.Free()
         # Collective, so it comes before what may fail on one rank alone.
         self.bell = make_bell(node, <size_t>&self.state.shared)
-        check_errno(posix_memalign(&memory, CACHE_LINE, 4 * window * chunk_bytes), "posix_memalign")
-        self.memory = <char *>memory
-        # 16-bit elements are summed in twice as many bytes.
-        set_up(
-            &self.state.sums, &self.state.shared.transport, <MPI_Comm><size_t>self.lane.handle,
-            <MPI_Comm><size_t>self.lane_again.handle, self.memory, window, 2 * chunk_bytes,
-        )
+        if drives:
+            self.state.wire = &self.wire.state
+            self.wire.connect(&self.state.shared.transport)
         self.state.shared.transport.announce = announce_to_lane
         self.state.shared.transport.poll = poll
         self.state.shared.transport.advance = advance
         self.state.shared.transport.take_ticket = take_ticket
         self.state.shared.transport.sleep = sleep
         self.state.shared.transport.wants_thread = True
-
-    def __dealloc__(self):
-        cdef size_t slot
-        for slot in range(self.state.window):
-            if self.state.jobs[slot] != NULL:
-                return      # MPI still writes there
-        free(self.memory)
 
     def allocate(self, sizes):
         """Return a `BucketMemory` for each of `sizes` in bytes.
@@ -194,11 +176,8 @@ cdef class LaneTransport:
 
     def free(self):
         """Free the communicators. Collective."""
-        from mpi4py import MPI
-
-        for lane in (self.lane, self.lane_again):
-            if lane != MPI.COMM_NULL:
-                lane.Free()
+        if self.wire is not None:
+            self.wire.free()
         self.node.Free()
 
     @property

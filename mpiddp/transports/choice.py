@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -18,9 +19,11 @@ from mpiddp.mpi import nodes
 from mpiddp.transports import gpu_choice
 from mpiddp.transports.gpu_ring import GpuRingTransport
 from mpiddp.transports.gpu_staging import StagingTransport
-from mpiddp.transports.iallreduce import IallreduceTransport
 from mpiddp.transports.lanes import LaneTransport
+from mpiddp.transports.messages import MessageTransport
 from mpiddp.transports.shared import SharedTransport
+from mpiddp.transports.wire import IALLREDUCE, TWO_LEVELS, Wire
+from mpiddp.transports.wire_choice import thresholds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -149,7 +152,7 @@ def open_channel_of_one(engine: Engine, device: torch.device | None = None) -> C
 
 
 def chunks_in_flight(nodes: int) -> tuple[int, int]:
-    """Return how many chunks `IallreduceTransport` sends at once, and their size in bytes.
+    """Return how many chunks are sent at once, and their size in bytes.
 
     Not collective.
 
@@ -161,19 +164,68 @@ def chunks_in_flight(nodes: int) -> tuple[int, int]:
     return min(2 * (nodes - 1).bit_length(), MOST_CHUNKS), CHUNK_BYTES_OF_MANY
 
 
-def _make_iallreduce(communicator: MPI.Comm, node_count: int) -> IallreduceTransport:
-    window, chunk_bytes = chunks_in_flight(node_count)
-    return IallreduceTransport(communicator, chunk_bytes=chunk_bytes, window=window)
+@dataclass(frozen=True)
+class Window:
+    """How chunks travel between nodes.
+
+    Attributes:
+        chunk_bytes: size of a chunk in bytes of the bucket.
+        window: chunks in flight at once.
+        ways: as for `Wire`.
+        group: as for `Wire`.
+    """
+
+    chunk_bytes: int
+    window: int
+    ways: dict[int, list[tuple[int, str]]]
+    group: int
+
+
+def plan_of(nodes: int, name: str | None = None) -> Window:
+    """Return how chunks travel between so many nodes. Not collective.
+
+    Args:
+        nodes: how many.
+        name: of the way that all chunks take; None: what MPIDDP_WIRE says.
+
+    Raises:
+        ValueError: two levels were asked for, and the nodes make no groups of equal size.
+    """
+    window, chunk_bytes = chunks_in_flight(nodes)
+    group = 1
+    ways = {}
+    for element_bytes in (2, 4, 8):
+        ways[element_bytes] = []
+        for largest, wire in thresholds(nodes, element_bytes, chunk_bytes, name):
+            ways[element_bytes].append((largest, wire.name))
+            if wire.name == TWO_LEVELS:
+                group = wire.group
+    # Slices without padding need no copy.
+    chunk_bytes = max(chunk_bytes // (64 * nodes), 1) * 64 * nodes
+    return Window(chunk_bytes, window, ways, group)
+
+
+def _make_iallreduce(communicator: MPI.Comm, node_count: int) -> MessageTransport:
+    return _make_messages(communicator, plan_of(node_count, IALLREDUCE))
+
+
+def _make_exchange(communicator: MPI.Comm, node_count: int) -> MessageTransport:
+    return _make_messages(communicator, plan_of(communicator.Get_size()))
+
+
+def _make_messages(communicator: MPI.Comm, plan: Window) -> MessageTransport:
+    return MessageTransport(Wire(communicator, **vars(plan)))
 
 
 # The transports that treat all ranks of a communicator alike, by name, and the function that makes
 # one from the communicator and the number of its nodes. A new transport gets its line here.
 MAKERS: dict[str, Callable[[MPI.Comm, int], HostTransport]] = {
+    "exchange": _make_exchange,
     "mpi": _make_iallreduce,
 }
 
 # What a user may ask for. "shared" is shared memory inside nodes and lanes between them; "auto"
-# takes it where any ranks share a node, else "mpi".
+# takes it where any ranks share a node, else "exchange".
 TRANSPORTS: tuple[str, ...] = ("auto", "shared", *MAKERS)
 
 
@@ -183,7 +235,7 @@ def _open_host_channel(engine: Engine, communicator: MPI.Comm, name: str) -> Cha
     ranks_here = [size for _, size in here]
 
     def send_only() -> Channel:
-        make = MAKERS.get(name, _make_iallreduce)
+        make = MAKERS.get(name, _make_exchange)
         transport = make(communicator, sum(rank == 0 for rank, _ in here))
         return engine.open_channel(transport, communicator)
 
@@ -196,7 +248,8 @@ def _open_host_channel(engine: Engine, communicator: MPI.Comm, name: str) -> Cha
         if min(ranks_here) == communicator.Get_size():
             transport = _make_shared(node)
         else:
-            transport = LaneTransport(communicator, node)
+            plan = plan_of(sum(rank == 0 for rank, _ in here))
+            transport = LaneTransport(communicator, node, **vars(plan))
     except OSError as error:
         problem = str(error)
     problems = [text for text in communicator.allgather(problem) if text]
@@ -219,7 +272,7 @@ def sends_messages(channel: Channel) -> bool:
     transport = channel.transport
     if isinstance(transport, StagingTransport):
         transport = transport.inner.transport
-    return isinstance(transport, IallreduceTransport | LaneTransport | GpuRingTransport)
+    return isinstance(transport, MessageTransport | LaneTransport | GpuRingTransport)
 
 
 def shares_memory(channel: Channel) -> bool:

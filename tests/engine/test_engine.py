@@ -99,12 +99,13 @@ class TestLifeCycle:
     def test_thread_starts_with_the_first_channel_and_stops(self) -> None:
         from mpi4py import MPI
 
-        from mpiddp.transports.iallreduce import IallreduceTransport
+        from mpiddp.transports.messages import MessageTransport
+        from mpiddp.transports.wire import Wire
 
         communicator = MPI.COMM_WORLD.Dup()
         for threaded in (True, False):
             engine = Engine(threaded=threaded)
-            channel = engine.open_channel(IallreduceTransport(communicator), communicator)
+            channel = engine.open_channel(MessageTransport(Wire(communicator)), communicator)
             assert engine.has_thread == threaded
             engine.close_channel(channel)
             engine.stop()
@@ -118,10 +119,11 @@ class TestLifeCycle:
     def test_transport_checks_its_settings(self, chunk_bytes: int, window: int) -> None:
         from mpi4py import MPI
 
-        from mpiddp.transports.iallreduce import IallreduceTransport
+        from mpiddp.transports.messages import MessageTransport
+        from mpiddp.transports.wire import Wire
 
         with pytest.raises(ValueError, match="chunk_bytes" if window == 2 else "window"):
-            IallreduceTransport(MPI.COMM_SELF, chunk_bytes=chunk_bytes, window=window)
+            MessageTransport(Wire(MPI.COMM_SELF, chunk_bytes=chunk_bytes, window=window))
 
 
 def slice_of(thread: int) -> int | None:
@@ -145,12 +147,13 @@ def blocked_signals(thread: int) -> int:
 def test_engine_thread_blocks_all_signals_and_asks_for_short_turns() -> None:
     from mpi4py import MPI
 
-    from mpiddp.transports.iallreduce import IallreduceTransport
+    from mpiddp.transports.messages import MessageTransport
+    from mpiddp.transports.wire import Wire
 
     communicator = MPI.COMM_WORLD.Dup()
     before = set(os.listdir("/proc/self/task"))
     engine = Engine()
-    channel = engine.open_channel(IallreduceTransport(communicator), communicator)
+    channel = engine.open_channel(MessageTransport(Wire(communicator)), communicator)
     started = set(os.listdir("/proc/self/task")) - before
     assert len(started) == 1
     time.sleep(0.2)  # the C library blocks them, too, while it starts a thread

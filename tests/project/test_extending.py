@@ -78,11 +78,12 @@ def test_transport(package: Copy) -> None:
         "transports/toy.py",
         '''"""MPI_Iallreduce of one chunk at a time."""
 
-from mpiddp.transports.iallreduce import IallreduceTransport
+from mpiddp.transports.messages import MessageTransport
+from mpiddp.transports.wire import Wire
 
 
 def make_toy(communicator, node_count):
-    return IallreduceTransport(communicator, window=1)
+    return MessageTransport(Wire(communicator, window=1))
 ''',
     )
     package.add_line(
@@ -93,7 +94,7 @@ def make_toy(communicator, node_count):
     )
     last = """
 channel = model.reducer.channel
-assert type(channel.transport).__name__ == "IallreduceTransport"
+assert type(channel.transport).__name__ == "MessageTransport"
 try:
     mpiddp.DistributedDataParallel(torch.nn.Linear(3, 1), transport="boy")
 except ValueError as error:
@@ -101,7 +102,7 @@ except ValueError as error:
 """
     program = TRAIN.format(arguments='transport="toy"', then="", last=last)
     printed = package.run("-c", program)
-    assert "transport must be one of auto, shared, mpi, toy, not 'boy'" in printed
+    assert "transport must be one of auto, shared, exchange, mpi, toy, not 'boy'" in printed
 
 
 @pytest.mark.thorough

@@ -83,7 +83,7 @@ def test_files_too_small_for_buckets(tmp_path: Path) -> None:
         for _ in range(3):
             step(made[0], 900)
         for bucket in made[0].reducer.buckets:
-            assert type(bucket.channel.transport).__name__ == "IallreduceTransport"
+            assert type(bucket.channel.transport).__name__ == "MessageTransport"
 
         said = refused(lambda: DDP(torch.nn.Linear(900, 2), transport="shared"))
         assert "rank 1 of the 2 on" in said, said

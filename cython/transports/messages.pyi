@@ -1,13 +1,11 @@
 from collections.abc import Iterable
 
-from mpi4py import MPI
-
 from mpiddp.engine.memory import BucketMemory
+from mpiddp.transports.wire import Wire
 
-class IallreduceTransport:
-    def __init__(
-        self, communicator: MPI.Comm, *, chunk_bytes: int = 524288, window: int = 2
-    ) -> None: ...
+class MessageTransport:
+    wire: Wire
+    def __init__(self, wire: Wire) -> None: ...
     def allocate(self, sizes: Iterable[int]) -> list[BucketMemory]: ...
     def free(self) -> None: ...
     @property
