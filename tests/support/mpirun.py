@@ -40,16 +40,18 @@ def run(
     args: Sequence[str | os.PathLike[str]],
     timeout: float,
     env: Mapping[str, str | None] | None = None,
+    before: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run `python ARGS` on `n` ranks and return what it printed, whatever its exit code.
 
-    `env` is added to the environment; a value of None removes the variable. After `timeout` seconds
+    `env` is added to the environment; a value of None removes the variable. `before` is a command
+    that starts mpirun. After `timeout` seconds
     every process of the run is killed, and TimeoutError raised with the end of its output.
     """
     # Unbuffered, print writes a line and its end apart, and the ranks' lines mix.
     inherited = {**os.environ, "PYTHONUNBUFFERED": None}
     merged: dict[str, str | None] = {**inherited, **ENVIRONMENT, **(env or {})}
-    command = [find(), "-n", str(n), sys.executable, *(os.fspath(arg) for arg in args)]
+    command = [*before, find(), "-n", str(n), sys.executable, *(os.fspath(arg) for arg in args)]
     # Files, not pipes: a rank that outlived its mpirun would keep a pipe open.
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out,
