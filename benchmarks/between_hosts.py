@@ -9,6 +9,14 @@ rate. A wire that is full all the time takes about 1.05 of that, the rest is pro
 "hidden" is the share of the wire time that overlaps with compute: of both together, less the step.
 Nothing can be sent before backward, so forward + wire is a second bound. For a model whose
 backward takes as long as the wire, nearly all of it could be hidden, if sending cost no core.
+With a hook that sends 16 bits the wire time is half.
+
+"sent MB" is what the busiest host's link sent in a step, as the kernel counts it (acknowledgements
+count, too; headers once for each 64 KB that are handed over), and then over the bytes that the
+gradients have in float32. "core ms" is the processor time that synchronisation adds to a step on a
+host, all threads of its ranks: that of synchronised steps less that under no_sync. What the kernel
+does for the network counts where it runs in the rank's name. "core s / wire s" is that over the
+wire time.
 
 While this runs, the kernel does not group processes by session (sched_autogroup_enabled): with it,
 Linux 6.18 lets one of two ranks on a core wait for 0.1 s once they sleep and wake. Ranks of a batch
@@ -31,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from measuring import Record, ratio, show_ratio, table
-from names import FLATTENED, GLOO, NAMES, OURS, OURS_MPI
+from names import FLATTENED, GLOO, GLOO_FP16, HOOKED, NAMES, OURS, OURS_FP16, OURS_MPI
 from workloads import EVEN, MODELS_BETWEEN_HOSTS
 
 HERE = Path(__file__).resolve().parent
@@ -138,6 +146,12 @@ def wire_seconds(size: int, hosts: int, gigabits: float) -> float:
     return 2 * (hosts - 1) / hosts * 8 * size / (gigabits * 1e9)
 
 
+def own_wire_seconds(result: Record, candidate: str | None) -> float:
+    """Return the wire time of a candidate, or of gradients in their own type."""
+    size = 2 * result["elements"] if candidate in HOOKED else result["bytes"]
+    return wire_seconds(size, result["nodes"], result["gigabits"])
+
+
 def model_bytes(name: str) -> int:
     """Return the size of a model's gradients."""
     model, _ = MODELS_BETWEEN_HOSTS[name].make()
@@ -146,15 +160,19 @@ def model_bytes(name: str) -> int:
 
 def report(result: Record) -> str:
     """Return the table of one model at one rate."""
-    wire = wire_seconds(result["bytes"], result["nodes"], result["gigabits"])
+    wire = own_wire_seconds(result, None)
     alone = statistics.median(statistics.median(r["alone"]) for r in result["records"])
     title = (
         f"{result['model']}, {result['nodes']} hosts x {result['ranks'] // result['nodes']}, "
         f"{result['gigabits']:g} Gbit/s: compute {1e3 * alone:.0f} ms (forward "
         f"{1e3 * result['forward']:.0f}), wire {1e3 * wire:.0f} ms"
     )
-    rows = [["", "step ms", "step / bound", "(90 %)", "step / (forward + wire)", "hidden"]]
+    rows = [
+        ["", "step ms", "step / bound", "(90 %)", "step / (forward + wire)", "hidden"]
+        + ["sent MB", "/ float32", "core ms", "core s / wire s"]
+    ]
     for record in sorted(result["records"], key=lambda record: NAMES.index(record["candidate"])):
+        wire = own_wire_seconds(result, record["candidate"])
         bounds = [max(compute, wire) for compute in record["alone"]]
         value, _, spread = show_ratio(ratio(record["synchronised"], bounds)).partition(" ")
         pairs = zip(record["synchronised"], record["alone"], strict=True)
@@ -162,7 +180,14 @@ def report(result: Record) -> str:
         step = statistics.median(record["synchronised"])
         late = f"{step / (result['forward'] + wire):.2f}"
         step_shown = f"{1e3 * step:.0f}"
-        rows.append([record["candidate"], step_shown, value, spread, late, f"{hidden:.0%}"])
+        sent = statistics.median(record["sent"])
+        cores = zip(record["core"], record["core_alone"], strict=True)
+        core = statistics.median(busy - alone for busy, alone in cores)
+        rows.append(
+            [record["candidate"], step_shown, value, spread, late, f"{hidden:.0%}"]
+            + [f"{sent / 1e6:.1f}", f"{sent / (4 * result['elements']):.2f}"]
+            + [f"{1e3 * core:.0f}", f"{core / wire:.2f}"]
+        )
     lines = [title, table(rows)]
     lines += [f"without {name}: {why}" for name, why in result["notes"].items()]
     return "\n".join(lines)
@@ -177,7 +202,10 @@ def main() -> int:
     parser.add_argument("--rates", nargs="+", type=float, default=[1, 2, 10], metavar="GBIT")
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument(
-        "--candidates", nargs="+", choices=NAMES, default=[OURS, OURS_MPI, GLOO, FLATTENED]
+        "--candidates",
+        nargs="+",
+        choices=NAMES,
+        default=[OURS, OURS_MPI, GLOO, FLATTENED, OURS_FP16, GLOO_FP16],
     )
     parser.add_argument("--seconds", type=float, default=20, help="for each model and rate (20)")
     parser.add_argument("--output", type=Path, default=Path("build/bench-hosts"), metavar="FOLDER")

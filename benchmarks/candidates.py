@@ -20,16 +20,20 @@ from mpi4py import MPI
 from names import (
     FLATTENED,
     GLOO,
+    GLOO_FP16,
     HOROVOD,
     LIMIT,
     LIMIT_ALONE,
     ONE_EACH,
     OUR_BACKEND,
     OURS,
+    OURS_BF16,
+    OURS_FP16,
     OURS_MPI,
     TORCH_MPI,
 )
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from workloads import Workload
 
 import mpiddp
@@ -128,7 +132,8 @@ class Maker:
         self.first, self.inputs = workload.make()
         # Each rank has data of its own.
         if self.inputs.is_floating_point():
-            self.inputs = torch.randn(self.inputs.shape, generator=_generator())
+            drawn = torch.randn(self.inputs.shape, generator=_generator())
+            self.inputs = drawn.to(self.inputs.dtype)
         else:
             self.inputs = torch.randint(8192, self.inputs.shape, generator=_generator())
         self.workload = workload
@@ -148,16 +153,18 @@ class Maker:
         """Return the candidates that exist here; `notes` says why others do not. Collective."""
         made: list[Candidate | LimitAlone] = []
         for views in self.views:
-            made += self._wrapped(OURS, views, mpiddp.DistributedDataParallel)
+            ours = mpiddp.DistributedDataParallel
+            made += self._wrapped(OURS, views, ours)
+            made += self._wrapped(OURS_FP16, views, ours, default_hooks.fp16_compress_hook)
+            made += self._wrapped(OURS_BF16, views, ours, default_hooks.bf16_compress_hook)
             if "transport" in inspect.signature(mpiddp.DistributedDataParallel).parameters:
-                made += self._wrapped(
-                    OURS_MPI, views, mpiddp.DistributedDataParallel, transport="mpi"
-                )
+                made += self._wrapped(OURS_MPI, views, ours, transport="mpi")
             else:
                 self.notes[OURS_MPI] = "this mpiddp has no argument `transport`"
             torch_ddp = nn.parallel.DistributedDataParallel
             if self.gloo is not None:
-                made += self._wrapped(GLOO, views, torch_ddp, process_group=self.gloo)
+                for name, hook in ((GLOO, None), (GLOO_FP16, default_hooks.fp16_compress_hook)):
+                    made += self._wrapped(name, views, torch_ddp, hook, process_group=self.gloo)
             made += self._wrapped(OUR_BACKEND, views, torch_ddp, process_group=dist.group.WORLD)
             if dist.is_mpi_available() and TORCH_MPI in self.wanted:
                 made += self._wrapped(TORCH_MPI, views, torch_ddp, process_group=_torch_mpi_group())
@@ -170,7 +177,12 @@ class Maker:
         return made + self._limits()
 
     def _wrapped(
-        self, name: str, views: bool, wrapper: Callable[..., nn.Module], **arguments: Any
+        self,
+        name: str,
+        views: bool,
+        wrapper: Callable[..., Any],
+        hook: Callable[..., Any] | None = None,
+        **arguments: Any,
     ) -> list[Candidate | LimitAlone]:
         if name not in self.wanted:
             return []
@@ -182,6 +194,8 @@ class Maker:
                 forward_sync_buffers=self.workload.buffers,
                 **arguments,
             )
+            if hook is not None:
+                model.register_comm_hook(arguments.get("process_group"), hook)
         # One that cannot be made is left out on all ranks, and the table says why.
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:  # say why below
             problem = str(error).splitlines()[0]

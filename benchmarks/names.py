@@ -11,6 +11,11 @@ ONE_EACH = "Allreduce a parameter"
 LIMIT = "the limit, after backward"
 LIMIT_ALONE = "the limit, alone"
 LIMIT_IN_PLACE = "the limit, in place"  # of one bucket
+# With a hook, so that gradients of float32 travel in 16 bits.
+OURS_FP16 = "mpiddp, fp16 hook"
+GLOO_FP16 = "torch DDP, Gloo, fp16 hook"
+OURS_BF16 = "mpiddp, bf16 hook"  # torch allows its bf16 hook on no CPU
+HOOKED = (OURS_FP16, GLOO_FP16, OURS_BF16)
 
 # Of a collective; ours is mpiddp.
 GLOO_GROUP = "Gloo"
@@ -29,4 +34,5 @@ NAMES = (
     ONE_EACH,
     LIMIT,
     LIMIT_ALONE,
+    *HOOKED,
 )

@@ -68,7 +68,12 @@ MODELS = {
 
 # Many gradients, evenly over backward: what can be hidden at all is not left to the last layer.
 EVEN = "64 x Linear(512)"
-MODELS_BETWEEN_HOSTS = {EVEN: Workload(lambda: (linears(64, 512), torch.randn(128, 512)))}
+MODELS_BETWEEN_HOSTS = {
+    EVEN: Workload(lambda: (linears(64, 512), torch.randn(128, 512))),
+    f"{EVEN}, bfloat16": Workload(
+        lambda: (linears(64, 512).bfloat16(), torch.randn(128, 512).bfloat16())
+    ),
+}
 
 
 def seconds_of_parts(model: nn.Module, inputs: torch.Tensor) -> tuple[float, float]:

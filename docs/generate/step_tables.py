@@ -19,7 +19,7 @@ from benchmark_results import (
     milliseconds,
 )
 from measuring import Record, Samples, exposed, ratio, show_ratio
-from names import FLATTENED, GLOO, LIMIT_ALONE, NAMES, ONE_EACH, OUR_BACKEND, OURS, OURS_MPI
+from names import FLATTENED, GLOO, HOOKED, LIMIT_ALONE, NAMES, ONE_EACH, OUR_BACKEND, OURS, OURS_MPI
 
 Spread = tuple[float, float, float] | None
 
@@ -105,7 +105,7 @@ def between_hosts() -> str:
                     f"{record['gigabits']:g}",
                     record["model"],
                     milliseconds(alone(record)),
-                    milliseconds([_wire_seconds(record)]),
+                    milliseconds([_wire_seconds(record, record["bytes"])]),
                     *(show_ratio(bounds[each]) if each in bounds else "" for each in names),
                 ]
             )
@@ -116,15 +116,16 @@ def between_hosts() -> str:
     return "".join(parts)
 
 
-def _wire_seconds(record: Record) -> float:
-    """Return how long a host's link needs for what it must send, without headers."""
+def _wire_seconds(record: Record, size: int) -> float:
+    """Return how long a host's link needs for gradients of `size` bytes, without headers."""
     nodes: int = record["nodes"]
-    return float(2 * (nodes - 1) / nodes * record["bytes"] * 8 / (record["gigabits"] * 1e9))
+    return float(2 * (nodes - 1) / nodes * size * 8 / (record["gigabits"] * 1e9))
 
 
 def _over_bound(record: Record, measured: Record) -> Spread:
     """Return a step over the larger of its compute and its wire time, and the spread."""
-    wire = _wire_seconds(record)
+    in_16_bits = measured["candidate"] in HOOKED
+    wire = _wire_seconds(record, 2 * record["elements"] if in_16_bits else record["bytes"])
     return ratio(measured["synchronised"], [max(each, wire) for each in measured["alone"]])
 
 

@@ -26,7 +26,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     before = set(sys.modules)
     yield
-    for name in ("names", "measuring", "goals", "plot"):
+    for name in ("names", "measuring", "goals", "plot", "between_hosts", "workloads"):
         if name not in before:
             sys.modules.pop(name, None)
 
@@ -56,7 +56,8 @@ def test_exposed_time_is_not_far_off(tmp_path: Path) -> None:
     assert (result["model"], result["ranks"], result["parameters"]) == (model, 2, 400)
     records = {record["candidate"]: record for record in result["records"]}
     names = importlib.import_module("names")
-    expected = {*names.NAMES} - {names.HOROVOD, names.TORCH_MPI} - {*result["notes"]}
+    elsewhere = {names.HOROVOD, names.TORCH_MPI, *names.HOOKED}
+    expected = {*names.NAMES} - elsewhere - {*result["notes"]}
     assert expected <= set(records), result["notes"]
     for record in records.values():
         assert len(record["synchronised"]) == len(record["alone"]) >= 3
@@ -167,6 +168,37 @@ def test_ratio_is_that_of_medians_with_a_spread_around_it() -> None:
     # Nothing to divide by.
     assert ratio([1.0], [0.0]) is None
     assert ratio([1.0, 1.0], [-1.0, 2.0]) is None
+
+
+def test_bytes_and_core_time_between_hosts_are_shown() -> None:
+    sizes = {"elements": 10**8, "bytes": 4 * 10**8, "nodes": 2, "ranks": 2, "gigabits": 1}
+    record = {"views": True, "synchronised": [5.0] * 3, "alone": [1.0] * 3}
+    record |= {"core": [2.6] * 3, "core_alone": [1.0] * 3}
+    records = [
+        {**record, "candidate": "mpiddp", "sent": [4e8] * 3},
+        {**record, "candidate": "mpiddp, fp16 hook", "sent": [2e8] * 3},
+    ]
+    result = {**sizes, "model": "a model", "forward": 0.5, "records": records, "notes": {}}
+    lines = importlib.import_module("between_hosts").report(result).splitlines()
+    assert lines[0].endswith("wire 3200 ms")
+    # Step over bound, ..., hidden, MB, over float32, core time, over the wire time.
+    assert lines[2].split()[2:3] + lines[2].split()[-5:] == [
+        "1.56",
+        "-25%",
+        "400.0",
+        "1.00",
+        "1600",
+        "0.50",
+    ]
+    # In 16 bits the wire time is half.
+    assert lines[3].split()[4:5] + lines[3].split()[-5:] == [
+        "3.12",
+        "-150%",
+        "200.0",
+        "0.50",
+        "1600",
+        "1.00",
+    ]
 
 
 def test_plots_are_drawn(tmp_path: Path) -> None:
