@@ -300,6 +300,8 @@ def test_bytes_on_the_wire(tmp_path: Path) -> None:
         "OMPI_MCA_btl_tcp_if_include": "lo",
         "OMPI_MCA_pml": "ob1",
         "MPIR_CVAR_NOLOCAL": "1",
+        "MPIR_CVAR_CH4_NETMOD": "ofi",
+        "FI_PROVIDER": "tcp",
     }
 
     def bytes_of(hook: str, dtype: str) -> float:
