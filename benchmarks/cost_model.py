@@ -36,6 +36,8 @@ WINDOW = 2
 NAP = 100e-6
 
 ALGORITHMS = ("flat", "hierarchical", "direct", "two-level", "ring")
+# How a lane's chunks travel, as wire_choice.py calls it and as it is called here.
+WIRES = {"iallreduce": "hierarchical", "direct": "direct", "two-level": "two-level"}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from cost_model import ALGORITHMS, LANE_CHUNK, Machine, bucket_sizes, step_seconds
+from cost_model import ALGORITHMS, LANE_CHUNK, WIRES, Machine, bucket_sizes, step_seconds
 from measuring import table
 
 from mpiddp.transports.wire_choice import choose
@@ -60,8 +60,6 @@ COLOURS = {
     "two-level": "#7b4fa3",
     "ring": "#b23a48",
 }
-# Of the lanes between nodes, as wire_choice.py calls them and as the model does.
-WIRES = {"iallreduce": "hierarchical", "direct": "direct", "two-level": "two-level"}
 
 
 def layout(ranks: int) -> tuple[int, int]:

@@ -311,13 +311,16 @@ def test_the_plot_is_drawn(model: ModuleType, tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "scaling.svg").read_text(encoding="utf-8")
 
 
-def test_comparison_with_what_was_measured(model: ModuleType, tmp_path: Path) -> None:
+def test_comparison_with_what_was_measured(
+    model: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MPIDDP_WIRE", raising=False)
     check = importlib.import_module("check_cost_model")
     measured = {"latency_between": 3e-5, "latency_inside": 2e-6, "rendezvous": 5e-5, "stack": 1e9}
     measured |= {"rank_copy": 5e9, "rank_sum": 5e9, "gloo_latency": 2e-4}
     records = [
         {"candidate": name, "synchronised": [1.0, 0.8, 1.2], "alone": [0.3, 0.3, 0.4]}
-        for name in check.ALGORITHM_NAMES
+        for name in (check.OURS, check.OURS_MPI, check.GLOO)
     ]
     model_size = {"parameters": 12, "bytes": 48 * MIB}
     result = {
@@ -333,9 +336,7 @@ def test_comparison_with_what_was_measured(model: ModuleType, tmp_path: Path) ->
     file = tmp_path / "cost-model.json"
     file.write_text(json.dumps({"parameters": parameters, "steps": steps}), encoding="utf-8")
     cases = check.read([file])["cases"]
-    assert [case["algorithm"] for case in cases] == (
-        ["flat", "flat", "ring", "hierarchical", "flat", "ring"]
-    )
+    assert [case["algorithm"] for case in cases] == 2 * ["direct", "flat", "ring"]
     for case in cases:
         assert case["measured"] == 1.0
         assert case["backward"] == 0.3
@@ -343,3 +344,5 @@ def test_comparison_with_what_was_measured(model: ModuleType, tmp_path: Path) ->
         assert 0.4 < case["predicted"] < 0.9
         assert case["error"] == pytest.approx(case["predicted"] - 1)
     assert "2 hosts x 2" in check.report(cases)
+    monkeypatch.setenv("MPIDDP_WIRE", "iallreduce")
+    assert check.read([file])["cases"][0]["algorithm"] == "hierarchical"
