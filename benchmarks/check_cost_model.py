@@ -20,12 +20,21 @@ from pathlib import Path
 from typing import Any
 
 from between_hosts import HERE, Hosts, hosts_up
-from cost_model import Machine, bucket_sizes, step_seconds
+from cost_model import LANE_CHUNK, WIRES, Machine, bucket_sizes, step_seconds
 from measuring import table
 from names import GLOO, OURS, OURS_MPI
 
+from mpiddp import settings
+from mpiddp.transports.wire_choice import choose
+
 TARGET = 0.15
-ALGORITHM_NAMES = {OURS: "hierarchical", OURS_MPI: "flat", GLOO: "ring"}
+
+
+def algorithm_of(candidate: str, nodes: int) -> str:
+    """Return what the model calls the way of a candidate."""
+    if candidate == OURS:
+        return WIRES[choose(nodes, LANE_CHUNK, 4, settings.WIRE.read()).name]
+    return {OURS_MPI: "flat", GLOO: "ring"}[candidate]
 
 
 def machine_of(measured: dict[str, float], payload: float, algorithm: str, ranks: int) -> Machine:
@@ -56,9 +65,7 @@ def compare(result: dict[str, Any], measured: dict[str, float]) -> list[dict[str
     buckets = bucket_sizes([result["bytes"] / layers] * layers)
     cases = []
     for record in result["records"]:
-        # With one rank a host mpiddp takes the flat way by itself.
-        algorithm = ALGORITHM_NAMES[record["candidate"]] if ranks > 1 else ""
-        algorithm = algorithm or ("ring" if record["candidate"] == GLOO else "flat")
+        algorithm = algorithm_of(record["candidate"], nodes)
         backward = statistics.median(record["alone"])
         predicted = step_seconds(
             machine_of(measured, result["payload"], algorithm, ranks),

@@ -1,11 +1,15 @@
 """Predict a training step from the machine: latency, bandwidth, ranks and cores. No MPI, no torch.
 
-Three ways to average the gradients are modelled, all overlapped with backward bucket by bucket:
+Five ways to average the gradients are modelled, all overlapped with backward bucket by bucket:
 
 - flat: MPI_Iallreduce of chunks over all ranks (``transport="mpi"``);
-- hierarchical: sum in the node's memory, one all-reduce a lane between nodes, write back (what
-  mpiddp does where ranks share nodes);
+- hierarchical: sum in the node's memory, an MPI_Iallreduce a lane between nodes, write back;
+- direct: the same, but between nodes each node gets all copies of its slice of a chunk
+  (MPI_Ialltoall), adds them, and hands its means round (MPI_Iallgather);
+- two-level: that inside groups of nodes, and again across groups;
 - ring: over all ranks, one bucket after another, as Gloo and NCCL do.
+
+direct and two-level send 16-bit gradients as they are; flat and hierarchical widen them.
 
 scaling.md has the formulas, their sources, and how far they are from measured steps. Sizes are in
 bytes, times in seconds, bandwidths in bytes a second.
@@ -16,6 +20,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+from mpiddp.transports.wire_choice import groups_of
 
 # What torch's class cuts gradients into: the first bucket and all others.
 FIRST_BUCKET = 1 << 20
@@ -29,7 +35,9 @@ WINDOW = 2
 # message lies half of that on average before anybody notices.
 NAP = 100e-6
 
-ALGORITHMS = ("flat", "hierarchical", "ring")
+ALGORITHMS = ("flat", "hierarchical", "direct", "two-level", "ring")
+# How a lane's chunks travel, as wire_choice.py calls it and as it is called here.
+WIRES = {"iallreduce": "hierarchical", "direct": "direct", "two-level": "two-level"}
 
 
 @dataclass(frozen=True)
@@ -74,10 +82,9 @@ class Traffic:
     """What one all-reduce asks of one node.
 
     Attributes:
-        rounds_between: messages between nodes that wait for one another.
-        rounds_inside: the same inside a node.
-        message: size of the largest message between nodes.
-        halving: whether messages between nodes are halved from round to round and doubled again.
+        rounds_between: sizes of the messages between nodes that wait for one another.
+        rounds_inside: how many messages do so inside a node.
+        messages: that a rank sends between nodes, also those that go at once.
         between: bytes that cross the node's link, each way.
         sequence: bytes that cross it one after another; more than `between` where the link
             idles in one direction meanwhile.
@@ -86,10 +93,9 @@ class Traffic:
         workers: ranks of the node that copy and sum.
     """
 
-    rounds_between: int
+    rounds_between: tuple[float, ...]
     rounds_inside: int
-    message: float
-    halving: bool
+    messages: int
     between: float
     sequence: float
     copied: float
@@ -130,10 +136,9 @@ def tree_traffic(size: float, nodes: int, ranks: int) -> Traffic:
     """
     between, inside = rounds(nodes), rounds(ranks)
     return Traffic(
-        rounds_between=2 * between,
+        rounds_between=2 * between * (size,),
         rounds_inside=2 * inside,
-        message=size,
-        halving=False,
+        messages=2 * between,
         between=between * size,
         sequence=2 * between * size,
         copied=4 * (ranks - 1) * size + ranks * size,
@@ -152,8 +157,8 @@ def halving_traffic(size: float, nodes: int, ranks: int) -> Traffic:
     everyone = nodes * ranks
     inside = 2 * (1 - 1 / ranks) * size
     between = 2 * (1 - 1 / nodes) * size
-    rounds_between, rounds_inside = 2 * rounds(nodes), 2 * rounds(ranks)
-    message = size / ranks / 2
+    rounds_between = 2 * tuple(size / ranks / 2**k for k in range(1, rounds(nodes) + 1))
+    rounds_inside = 2 * rounds(ranks)
     sequence = between
     copied = 2 * inside * ranks
     if everyone & (everyone - 1):
@@ -161,15 +166,13 @@ def halving_traffic(size: float, nodes: int, ranks: int) -> Traffic:
             rounds_inside += 2
             copied += 2 * size * ranks
         else:
-            message = size
-            rounds_between += 2
+            rounds_between += (size, size)
             sequence += 2 * size
             between += size
     return Traffic(
         rounds_between=rounds_between,
         rounds_inside=rounds_inside,
-        message=message,
-        halving=True,
+        messages=len(rounds_between),
         between=between,
         sequence=sequence,
         copied=copied + ranks * size,
@@ -178,23 +181,54 @@ def halving_traffic(size: float, nodes: int, ranks: int) -> Traffic:
     )
 
 
+def exchange_traffic(size: float, nodes: int, group: int) -> Traffic:
+    """Return the traffic of a chunk exchanged in groups of nodes, and then across groups.
+
+    One group of all nodes is the direct exchange. The messages of a round go all at once.
+    """
+    groups = nodes // group
+    between = 2 * (1 - 1 / nodes) * size
+    return Traffic(
+        rounds_between=2 * (size / group,) + (2 * (size / nodes,) if groups > 1 else ()),
+        rounds_inside=0,
+        messages=2 * (group - 1) + 2 * (groups - 1),
+        between=between,
+        sequence=between,
+        copied=0.0,
+        summed=(1 - 1 / nodes) * size,
+        workers=1,
+    )
+
+
 def lanes_traffic(
-    size: float, nodes: int, ranks: int, lanes: float, *, trees: bool = False
+    size: float,
+    nodes: int,
+    ranks: int,
+    lanes: float,
+    *,
+    wire: str = "hierarchical",
+    element_bytes: int = 4,
+    trees: bool = False,
 ) -> Traffic:
     """Return the traffic of one chunk of one of `lanes` lanes.
 
-    The rank that drives the lane adds the chunks of its node, and writes the mean to all.
+    The rank that drives the lane adds the chunks of its node, and writes the mean to all. Elements
+    of 16 bits are added as fast as those of float32, so at half the bytes a second.
     """
-    across = (tree_traffic if trees else halving_traffic)(size, nodes, 1)
-    return Traffic(
-        rounds_between=across.rounds_between,
-        rounds_inside=1,
-        message=across.message,
-        halving=across.halving,
-        between=across.between,
-        sequence=across.sequence,
-        copied=(1 + ranks) * size,
-        summed=(ranks - 1) * size + across.summed,
+    widened = 2 if element_bytes == 2 else 1
+    group = groups_of(nodes) if wire == "two-level" else None
+    if wire == "hierarchical":
+        across = (tree_traffic if trees else halving_traffic)(widened * size, nodes, 1)
+        own = widened * size
+    else:
+        across, own = exchange_traffic(size, nodes, group or nodes), size
+    summed = across.summed if wire == "hierarchical" else widened * across.summed
+    return replace(
+        across,
+        rounds_inside=1 if ranks > 1 else 0,
+        # With one rank a node MPI sends from the bucket.
+        copied=(own if ranks > 1 else 0.0) + ranks * size,
+        summed=widened * (ranks - 1) * size + summed,
         workers=lanes,
     )
 
@@ -206,10 +240,9 @@ def ring_traffic(size: float, nodes: int, ranks: int) -> Traffic:
     hops = ranks if nodes == 1 else ranks - 1
     steps = 2 * (everyone - 1)
     return Traffic(
-        rounds_between=steps if nodes > 1 else 0,
+        rounds_between=(size / everyone,) * (steps if nodes > 1 else 0),
         rounds_inside=0 if nodes > 1 else steps,
-        message=size / everyone,
-        halving=False,
+        messages=steps if nodes > 1 else 0,
         between=passed if nodes > 1 else 0.0,
         sequence=passed if nodes > 1 else 0.0,
         copied=2 * passed * hops + ranks * size,
@@ -228,7 +261,7 @@ def work_seconds(machine: Machine, traffic: Traffic) -> float:
 
 def busy_seconds(machine: Machine, traffic: Traffic, lanes: float = 1) -> float:
     """Return how long the busiest part of a node is busy: its link, or its cores."""
-    messages = traffic.rounds_between + traffic.rounds_inside
+    messages = traffic.messages + traffic.rounds_inside
     cores = (
         work_seconds(machine, traffic)
         + traffic.between / machine.stack
@@ -239,13 +272,7 @@ def busy_seconds(machine: Machine, traffic: Traffic, lanes: float = 1) -> float:
 
 def asking_rounds(machine: Machine, traffic: Traffic) -> int:
     """Return how many messages between nodes, one after another, ask their receiver first."""
-    if traffic.message <= machine.eager_limit:
-        return 0
-    if not traffic.halving:
-        return traffic.rounds_between
-    # In each direction, halving and doubling.
-    longer = math.ceil(math.log2(traffic.message / machine.eager_limit))
-    return min(traffic.rounds_between, 2 * longer)
+    return sum(size > machine.eager_limit for size in traffic.rounds_between)
 
 
 def latency_seconds(machine: Machine, traffic: Traffic, nap: float, lanes: float = 1) -> float:
@@ -257,9 +284,9 @@ def latency_seconds(machine: Machine, traffic: Traffic, nap: float, lanes: float
         nap: how long each message lies unnoticed.
         lanes: the ranks of a node that share its work; one lane has one rank's share.
     """
-    noticed = nap + machine.overhead
-    waits = traffic.rounds_between * (machine.latency_between + noticed)
-    waits += traffic.rounds_inside * (machine.latency_inside + noticed)
+    waits = len(traffic.rounds_between) * (machine.latency_between + nap)
+    waits += traffic.rounds_inside * (machine.latency_inside + nap)
+    waits += (traffic.messages + traffic.rounds_inside) * machine.overhead
     # The question, the answer and the data: each lies until somebody looks.
     waits += asking_rounds(machine, traffic) * (machine.rendezvous + 2 * nap)
     wire = traffic.sequence * max(machine.headers / machine.link, 1 / machine.stack)
@@ -296,6 +323,7 @@ def flat(
     *,
     nap: float = 0.0,
     trees: bool = False,
+    element_bytes: int = 4,
     chunk: float = FLAT_CHUNK,
     window: int = WINDOW,
 ) -> Cost:
@@ -308,11 +336,14 @@ def flat(
         ranks: of each node.
         nap: how long a message lies unnoticed.
         trees: whether MPI uses a binomial tree below 4 ranks, as Open MPI does.
+        element_bytes: of an element of the gradients; 2 is widened to 4.
         chunk: what the bucket is cut into.
         window: chunks in flight.
     """
     if nodes * ranks == 1 or size == 0:
         return NOTHING
+    if element_bytes == 2:
+        size *= 2
     part = min(size, chunk)
     tree = trees and nodes * ranks < 4
     traffic = (tree_traffic if tree else halving_traffic)(part, nodes, ranks)
@@ -327,25 +358,47 @@ def hierarchical(
     *,
     nap: float = 0.0,
     trees: bool = False,
+    wire: str = "hierarchical",
+    element_bytes: int = 4,
     chunk: float = LANE_CHUNK,
     window: int = WINDOW,
 ) -> Cost:
     """Return the cost of `size` bytes reduced in each node and in lanes between nodes.
 
-    Arguments as for `flat`. With one rank a node there is nothing to reduce in it, and mpiddp
-    takes the flat way; on one node there are no lanes.
+    Arguments as for `flat`, and `wire`, how lanes travel: "hierarchical", "direct" or "two-level",
+    which is direct where the nodes make no groups. With one rank a node there is nothing to reduce
+    in it, and hierarchical is flat; on one node there are no lanes.
     """
     if nodes * ranks == 1 or size == 0:
         return NOTHING
-    if ranks == 1:
-        return flat(machine, size, nodes, 1, nap=nap, trees=trees, window=window)
+    if ranks == 1 and wire == "hierarchical":
+        return flat(
+            machine,
+            size,
+            nodes,
+            1,
+            nap=nap,
+            trees=trees,
+            element_bytes=element_bytes,
+            window=window,
+        )
     if nodes == 1:
         # Every rank adds its part of all buckets and writes the mean to all of them.
-        traffic = Traffic(0, 2, 0.0, False, 0.0, 0.0, ranks * size, (ranks - 1) * size, ranks)
+        summed = (2 if element_bytes == 2 else 1) * (ranks - 1) * size
+        traffic = Traffic((), 2, 0, 0.0, 0.0, ranks * size, summed, ranks)
         return Cost(latency_seconds(machine, traffic, 0.0), 0.0)
-    part = min(size, chunk)
+    # A chunk is as long as sent, and widened it is.
+    part = min(size, chunk / 2 if wire == "hierarchical" and element_bytes == 2 else chunk)
     lanes = min(ranks, size / part)
-    traffic = lanes_traffic(part, nodes, ranks, lanes, trees=trees and nodes < 4)
+    traffic = lanes_traffic(
+        part,
+        nodes,
+        ranks,
+        lanes,
+        wire=wire,
+        element_bytes=element_bytes,
+        trees=trees and nodes < 4,
+    )
     return pipelined(machine, size, part, traffic, lanes, window, nap)
 
 
@@ -358,7 +411,7 @@ def ring(machine: Machine, size: float, nodes: int, ranks: int) -> Cost:
     if nodes * ranks == 1 or size == 0:
         return NOTHING
     traffic = ring_traffic(size, nodes, ranks)
-    waits = traffic.rounds_between * (machine.latency_between + machine.overhead)
+    waits = traffic.messages * (machine.latency_between + machine.overhead)
     waits += traffic.rounds_inside * (machine.latency_inside + machine.overhead)
     without_messages = replace(machine, overhead=0.0)
     return Cost(waits + busy_seconds(without_messages, traffic), 0.0)
@@ -401,6 +454,7 @@ def step_seconds(
     backward: float,
     *,
     trees: bool = False,
+    element_bytes: int = 4,
 ) -> float:
     """Return the time of a training step.
 
@@ -417,6 +471,7 @@ def step_seconds(
         backward: seconds of backward without synchronisation. The copies of gradients into
             buckets are added here.
         trees: whether MPI uses a binomial tree below 4 ranks, as Open MPI does.
+        element_bytes: of an element of the buckets.
     """
     total = sum(buckets)
     if nodes * ranks > 1:
@@ -428,8 +483,10 @@ def step_seconds(
         filled += size
         ready = forward + backward * filled / total
         start = max(ready, wire_free)
-        napping = bucket_cost(machine, algorithm, size, nodes, ranks, machine.nap, trees)
-        awake = bucket_cost(machine, algorithm, size, nodes, ranks, 0.0, trees)
+        napping, awake = (
+            bucket_cost(machine, algorithm, size, nodes, ranks, nap, trees, element_bytes)
+            for nap in (machine.nap, 0.0)
+        )
         wire_free = end_of(start, napping.occupied, awake.occupied, backward_ends)
         end = max(end, end_of(wire_free, napping.tail, awake.tail, backward_ends))
     return end
@@ -443,16 +500,18 @@ def bucket_cost(
     ranks: int,
     nap: float,
     trees: bool = False,
+    element_bytes: int = 4,
 ) -> Cost:
     """Return the cost of one bucket.
 
     Raises:
         ValueError: there is no such algorithm.
     """
-    if algorithm == "flat":
-        return flat(machine, size, nodes, ranks, nap=nap, trees=trees)
-    if algorithm == "hierarchical":
-        return hierarchical(machine, size, nodes, ranks, nap=nap, trees=trees)
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {algorithm!r}")
     if algorithm == "ring":
         return ring(machine, size, nodes, ranks)
-    raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {algorithm!r}")
+    known = {"nap": nap, "trees": trees, "element_bytes": element_bytes}
+    if algorithm == "flat":
+        return flat(machine, size, nodes, ranks, **known)
+    return hierarchical(machine, size, nodes, ranks, wire=algorithm, **known)

@@ -11,8 +11,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from cost_model import ALGORITHMS, Machine, bucket_sizes, step_seconds
+from cost_model import ALGORITHMS, LANE_CHUNK, WIRES, Machine, bucket_sizes, step_seconds
 from measuring import table
+
+from mpiddp.transports.wire_choice import choose
 
 GIGABIT = 1e9 / 8
 RANKS_OF_A_NODE = 8
@@ -51,7 +53,13 @@ MACHINES = {
         }
     ),
 }
-COLOURS = {"flat": "#e0a458", "hierarchical": "#0b6e4f", "ring": "#b23a48"}
+COLOURS = {
+    "flat": "#e0a458",
+    "hierarchical": "#0b6e4f",
+    "direct": "#3a6ea5",
+    "two-level": "#7b4fa3",
+    "ring": "#b23a48",
+}
 
 
 def layout(ranks: int) -> tuple[int, int]:
@@ -60,24 +68,48 @@ def layout(ranks: int) -> tuple[int, int]:
     return ranks // inside, inside
 
 
-def predict(machine: Machine, algorithm: str, ranks: Iterable[int] = RANKS) -> list[float]:
+def predict(
+    machine: Machine, algorithm: str, ranks: Iterable[int] = RANKS, element_bytes: int = 4
+) -> list[float]:
     """Return the time of a step for each number of ranks."""
-    buckets = bucket_sizes(GRADIENTS)
+    buckets = [size * element_bytes / 4 for size in bucket_sizes(GRADIENTS)]
     return [
-        step_seconds(machine, algorithm, buckets, *layout(number), FORWARD, BACKWARD)
+        step_seconds(
+            machine,
+            algorithm,
+            buckets,
+            *layout(number),
+            FORWARD,
+            BACKWARD,
+            element_bytes=element_bytes,
+        )
         for number in ranks
     ]
+
+
+def chosen(ranks: int, element_bytes: int) -> str:
+    """Return which wire mpiddp takes for a chunk between the nodes of so many ranks."""
+    nodes, _ = layout(ranks)
+    return "-" if nodes == 1 else choose(nodes, LANE_CHUNK, element_bytes, None).name
 
 
 def report() -> str:
     """Return the tables."""
     parts = []
     for name, machine in MACHINES.items():
-        predicted = {algorithm: predict(machine, algorithm) for algorithm in ALGORITHMS}
-        rows = [["ranks", "nodes", *(f"{algorithm} ms" for algorithm in ALGORITHMS)]]
-        for at, ranks in enumerate(RANKS):
-            times = (f"{1e3 * predicted[algorithm][at]:.0f}" for algorithm in ALGORITHMS)
-            rows.append([f"{ranks}", f"{layout(ranks)[0]}", *times])
+        rows = [["ranks", "nodes"]]
+        rows += [[f"{ranks}", f"{layout(ranks)[0]}"] for ranks in RANKS]
+        for element_bytes in (4, 2):
+            # What the ring of Gloo and NCCL does with 16 bits, users choose.
+            for algorithm in ALGORITHMS if element_bytes == 4 else WIRES.values():
+                times = predict(machine, algorithm, RANKS, element_bytes)
+                heading = f"{algorithm} ms" if element_bytes == 4 else f"{algorithm}, 16 bits"
+                rows[0].append(heading)
+                for row, seconds in zip(rows[1:], times, strict=True):
+                    row.append(f"{1e3 * seconds:.1f}")
+            rows[0].append("taken")
+            for row, ranks in zip(rows[1:], RANKS, strict=True):
+                row.append(chosen(ranks, element_bytes))
         parts.append(f"{name}\n{table(rows)}")
     return "\n\n".join(parts)
 

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING
 import torch
 
 import mpiddp
+from mpiddp import settings
 from mpiddp.gpu.runtime import runtime_of
 from mpiddp.mpi import nodes
 from mpiddp.mpi.library import compiled_against, linked_version
 from mpiddp.transports import choice as transport_choice
-from mpiddp.transports import gpu_choice, gpu_support
+from mpiddp.transports import gpu_choice, gpu_support, wire_choice
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -105,6 +106,28 @@ def _shared_memory(world: MPI.Comm) -> list[str]:
     ]
 
 
+def _wire(world: MPI.Comm) -> list[str]:
+    """Say how gradients would travel between nodes."""
+    return describe_wire(mpiddp.get_topology().node_count)
+
+
+def describe_wire(node_count: int) -> list[str]:
+    """Return how a bucket of float32 and one of 16 bits travel between so many nodes, and why."""
+    if node_count == 1:
+        return []
+    lines = []
+    for text, element_bytes in (("float32", 4), ("16 bits", 2)):
+        try:
+            wire = wire_choice.choose(
+                node_count, transport_choice.CHUNK_BYTES, element_bytes, settings.WIRE.read()
+            )
+            said = f"{wire.name}: {wire.reason}"
+        except ValueError as error:
+            said = f"not possible: {error}"
+        lines.append(f"between the nodes, 4 MB of {text} in chunks: {said}")
+    return lines
+
+
 def _gpu(world: MPI.Comm) -> list[str]:
     """Say what GPU there is and how gradients on it travel."""
     asked = gpu_choice.requested_gpu_transport()
@@ -155,6 +178,7 @@ REPORTS: list[Callable[[MPI.Comm], list[str]]] = [
     _software,
     _ranks,
     _shared_memory,
+    _wire,
     _gpu,
 ]
 

@@ -18,6 +18,7 @@ __all__ = [
     "SETTINGS",
     "TRANSPORT",
     "TRIAL_SECONDS",
+    "WIRE",
     "Setting",
 ]
 
@@ -114,6 +115,18 @@ DEVICE_TRANSPORT: Setting[str] = Setting(
     _one_of("auto", "staging", "device", "ring"),
     "auto",
 )
+WIRE = Setting(
+    "MPIDDP_WIRE",
+    "auto, direct, two-level or iallreduce",
+    "auto",
+    "How gradients on the CPU travel between nodes: each node adds one slice of all (direct), that "
+    "in groups of nodes and then across them (two-level), or MPI_Iallreduce does it. auto takes "
+    "what should cost least for the number of nodes and the size of a chunk. two-level needs a "
+    "number of nodes that can be divided into equal groups, so 4 or more and no prime.",
+    True,
+    _one_of("auto", "direct", "two-level", "iallreduce"),
+    "auto",
+)
 PROGRESS_THREAD: Setting[bool | None] = Setting(
     "MPIDDP_PROGRESS_THREAD",
     "0 or 1",
@@ -148,6 +161,7 @@ TRIAL_SECONDS = Setting(
 SETTINGS: tuple[Setting[Any], ...] = (
     TRANSPORT,
     DEVICE_TRANSPORT,
+    WIRE,
     PROGRESS_THREAD,
     KERNELS,
     TRIAL_SECONDS,

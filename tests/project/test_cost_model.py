@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-ALGORITHMS = ("flat", "hierarchical", "ring")
+ALGORITHMS = ("flat", "hierarchical", "direct", "two-level", "ring")
 POWERS = [2**k for k in range(15)]
 MIB = 1 << 20
 
@@ -67,6 +68,9 @@ def test_more_nodes_never_cost_less(
     model: ModuleType, algorithm: str, ranks: int, nap: float
 ) -> None:
     machine = model.Machine(link=1e9, overhead=1e-6, stack=2e9, cores=ranks)
+    if algorithm in ("direct", "two-level"):
+        # More nodes make shorter slices, which at some length need not ask any more.
+        machine = replace(machine, eager_limit=1 << 40)
     for size in (1 << 10, MIB, 25 * MIB):
         costs = [
             model.bucket_cost(machine, algorithm, size, nodes, ranks, nap).total
@@ -106,7 +110,7 @@ def test_wire_of_chunks_is_that_of_the_ring_over_nodes(
 ) -> None:
     machine = wire_only(model, headers=1.05)
     expected = 1.05 * 2 * (nodes - 1) / nodes * 64 * MIB / 1e9
-    for algorithm in ("flat", "hierarchical"):
+    for algorithm in ALGORITHMS[:-1]:
         cost = model.bucket_cost(machine, algorithm, 64 * MIB, nodes, ranks, 0.0)
         assert cost.occupied == pytest.approx(expected)
         assert cost.total == pytest.approx(expected, rel=0.1)
@@ -116,6 +120,67 @@ def test_rabenseifner_latency_is_two_rounds_a_doubling(model: ModuleType) -> Non
     machine = wire_only(model, link=1e30, latency_between=1.0)
     for doublings in range(1, 15):
         assert model.flat(machine, 8, 2**doublings, 1).total == pytest.approx(2 * doublings)
+
+
+def test_exchange_waits_for_two_messages_a_level_and_sends_to_all(model: ModuleType) -> None:
+    machine = wire_only(model, link=1e30, latency_between=1.0)
+    overhead = wire_only(model, link=1e30, overhead=1.0)
+    for nodes, direct, two in ((16, 15, 6), (64, 63, 14), (60, 59, 6 - 1 + 10 - 1)):
+        for algorithm, levels, messages in (("direct", 1, direct), ("two-level", 2, two)):
+            waits, sent = (
+                model.bucket_cost(one, algorithm, 8, nodes, 1, 0.0).total
+                for one in (machine, overhead)
+            )
+            assert waits == pytest.approx(2 * levels)
+            assert sent == pytest.approx(2 * messages)
+    # Slices of 128 KB in groups of 8 ask their receiver; those of 16 KB across groups do not.
+    asks = wire_only(model, link=1e30, rendezvous=1.0)
+    for nodes, algorithm, expected in ((8, "direct", 2), (64, "direct", 0), (64, "two-level", 2)):
+        cost = model.hierarchical(asks, MIB, nodes, 1, wire=algorithm, chunk=MIB, window=1)
+        assert cost.total == pytest.approx(expected)
+    # Without groups, two levels are one.
+    assert model.bucket_cost(machine, "two-level", 8, 7, 1, 0.0).total == pytest.approx(2)
+
+
+def test_16_bits_take_half_the_wire_but_not_by_iallreduce(model: ModuleType) -> None:
+    machine = wire_only(model)
+    for algorithm, share in (("flat", 1), ("hierarchical", 1), ("direct", 0.5), ("two-level", 0.5)):
+        for ranks in (1, 8):
+            whole = model.bucket_cost(machine, algorithm, 64 * MIB, 16, ranks, 0.0).occupied
+            half = model.bucket_cost(
+                machine, algorithm, 32 * MIB, 16, ranks, 0.0, element_bytes=2
+            ).occupied
+            assert half == pytest.approx(share * whole)
+
+
+@pytest.mark.parametrize("element_bytes", [4, 2])
+def test_the_chosen_wire_costs_little_more_than_the_best(
+    model: ModuleType, element_bytes: int
+) -> None:
+    from mpiddp.transports.wire_choice import choose, groups_of
+
+    scaling = importlib.import_module("scaling")
+    taken = set()
+    for machine in scaling.MACHINES.values():
+        for nodes in {*range(2, 67), *range(67, 2048, 29), 127, 128, 2039, 2047, 2048}:
+            for power in range(10, 21):
+                costs = {
+                    name: model.hierarchical(
+                        machine,
+                        1 << power,
+                        nodes,
+                        scaling.RANKS_OF_A_NODE,
+                        wire=algorithm,
+                        element_bytes=element_bytes,
+                        chunk=2 * MIB,
+                    ).total
+                    for name, algorithm in scaling.WIRES.items()
+                    if name != "two-level" or groups_of(nodes)
+                }
+                wire = choose(nodes, 1 << power, element_bytes, None)
+                taken.add(wire.name)
+                assert costs[wire.name] <= 1.1 * min(costs.values()), (nodes, power, wire)
+    assert taken == {*scaling.WIRES}
 
 
 def test_only_long_messages_ask_their_receiver(model: ModuleType) -> None:
@@ -211,7 +276,7 @@ def test_time_that_naps_stretch_ends_with_backward(model: ModuleType) -> None:
 
 
 def test_an_unknown_algorithm_is_an_error(model: ModuleType) -> None:
-    with pytest.raises(ValueError, match="flat, hierarchical, ring"):
+    with pytest.raises(ValueError, match="flat, hierarchical, direct, two-level, ring"):
         model.bucket_cost(model.Machine(link=1e9), "tree", 1.0, 2, 1, 0.0)
 
 
@@ -220,7 +285,7 @@ def test_predictions_to_16384_ranks(model: ModuleType) -> None:
     assert scaling.layout(16384) == (2048, 8)
     assert scaling.layout(4) == (1, 4)
     for machine in scaling.MACHINES.values():
-        flat, ours, ring = (scaling.predict(machine, algorithm) for algorithm in ALGORITHMS)
+        flat, ours, direct, two, ring = (scaling.predict(machine, each) for each in ALGORITHMS)
         alone = scaling.FORWARD + scaling.BACKWARD
         assert flat[0] == ours[0] == ring[0] == pytest.approx(alone)
         assert min(ours) >= alone * (1 - 1e-9)
@@ -228,6 +293,15 @@ def test_predictions_to_16384_ranks(model: ModuleType) -> None:
         assert all(mine <= 1.01 * theirs for mine, theirs in zip(ours, flat, strict=True))
         # Latency in proportion to the ranks is what ends a ring.
         assert ring[-1] > flat[-1] > ours[-1]
+        # And a message to every node, sooner or later; groups of them do not.
+        assert direct[-1] > 1.01 * ours[-1]
+        assert two[-1] < 1.01 * ours[-1]
+        # In 16 bits what is sent is half, for those that do not widen it.
+        ours, two = (scaling.predict(machine, each, element_bytes=2) for each in ALGORITHMS[1:4:2])
+        assert two[-1] < 1.01 * ours[-1]
+    assert scaling.chosen(8, 4) == "-"
+    assert scaling.chosen(16, 4) == "direct"
+    assert scaling.chosen(1024, 2) == "two-level"
     assert "16384" in scaling.report()
 
 
@@ -237,13 +311,16 @@ def test_the_plot_is_drawn(model: ModuleType, tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "scaling.svg").read_text(encoding="utf-8")
 
 
-def test_comparison_with_what_was_measured(model: ModuleType, tmp_path: Path) -> None:
+def test_comparison_with_what_was_measured(
+    model: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MPIDDP_WIRE", raising=False)
     check = importlib.import_module("check_cost_model")
     measured = {"latency_between": 3e-5, "latency_inside": 2e-6, "rendezvous": 5e-5, "stack": 1e9}
     measured |= {"rank_copy": 5e9, "rank_sum": 5e9, "gloo_latency": 2e-4}
     records = [
         {"candidate": name, "synchronised": [1.0, 0.8, 1.2], "alone": [0.3, 0.3, 0.4]}
-        for name in check.ALGORITHM_NAMES
+        for name in (check.OURS, check.OURS_MPI, check.GLOO)
     ]
     model_size = {"parameters": 12, "bytes": 48 * MIB}
     result = {
@@ -259,9 +336,7 @@ def test_comparison_with_what_was_measured(model: ModuleType, tmp_path: Path) ->
     file = tmp_path / "cost-model.json"
     file.write_text(json.dumps({"parameters": parameters, "steps": steps}), encoding="utf-8")
     cases = check.read([file])["cases"]
-    assert [case["algorithm"] for case in cases] == (
-        ["flat", "flat", "ring", "hierarchical", "flat", "ring"]
-    )
+    assert [case["algorithm"] for case in cases] == 2 * ["direct", "flat", "ring"]
     for case in cases:
         assert case["measured"] == 1.0
         assert case["backward"] == 0.3
@@ -269,3 +344,5 @@ def test_comparison_with_what_was_measured(model: ModuleType, tmp_path: Path) ->
         assert 0.4 < case["predicted"] < 0.9
         assert case["error"] == pytest.approx(case["predicted"] - 1)
     assert "2 hosts x 2" in check.report(cases)
+    monkeypatch.setenv("MPIDDP_WIRE", "iallreduce")
+    assert check.read([file])["cases"][0]["algorithm"] == "hierarchical"

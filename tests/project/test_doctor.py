@@ -82,6 +82,19 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert mpiddp.get_topology().world_size == SIZE
 
 
+@pytest.mark.once
+def test_wire_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MPIDDP_WIRE", raising=False)
+    assert doctor.describe_wire(1) == []
+    for line, text in zip(doctor.describe_wire(64), ("float32", "16 bits"), strict=True):
+        assert line.startswith(f"between the nodes, 4 MB of {text} in chunks: two-level: costs "), (
+            line
+        )
+    monkeypatch.setenv("MPIDDP_WIRE", "two-level")
+    assert doctor.describe_wire(4)[0].endswith(" in chunks: two-level: asked for")
+    assert "not possible: MPIDDP_WIRE is two-level, but 3 nodes" in doctor.describe_wire(3)[1]
+
+
 @pytest.mark.mpi
 def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--help"]) == 2

@@ -93,6 +93,7 @@ def test_what_each_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = {
         settings.TRANSPORT: {"auto": "auto", "shared": "shared", "mpi": "mpi"},
         settings.DEVICE_TRANSPORT: {name: name for name in ("auto", "staging", "device", "ring")},
+        settings.WIRE: {name: name for name in ("auto", "direct", "two-level", "iallreduce")},
         settings.PROGRESS_THREAD: {"0": False, "1": True},
         settings.KERNELS: {"": None, "plain": "plain"},
         settings.TRIAL_SECONDS: {"2.5": 2.5},
@@ -105,6 +106,7 @@ def test_what_each_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     for setting, text in (
         (settings.TRANSPORT, ""),
         (settings.DEVICE_TRANSPORT, "Ring"),
+        (settings.WIRE, "two"),
         (settings.PROGRESS_THREAD, "yes"),
         (settings.TRIAL_SECONDS, "0"),
         (settings.TRIAL_SECONDS, "nan"),
@@ -141,6 +143,9 @@ DIFFERENT = {
     ),
     ("TORCH_DIST_INIT_BARRIER", "1"): (
         f"RuntimeError: TORCH_DIST_INIT_BARRIER is 0 on rank 0 and 1 on rank 1: {SAME}"
+    ),
+    ("MPIDDP_WIRE", "direct"): (
+        f"RuntimeError: MPIDDP_WIRE is auto on rank 0 and direct on rank 1: {SAME}"
     ),
 }
 
