@@ -27,7 +27,7 @@ from mpiddp.transports.wire_choice import groups_of
 FIRST_BUCKET = 1 << 20
 BUCKET = 25 << 20
 # What the transports cut buckets into, and how many chunks of a lane are in flight
-# (cython/transports/iallreduce.pyx, cython/transports/lanes.pyx).
+# (mpiddp/transports/choice.py).
 FLAT_CHUNK = 1 << 20
 LANE_CHUNK = 1 << 19
 WINDOW = 2

@@ -119,7 +119,10 @@ def describe_wire(node_count: int) -> list[str]:
     for text, element_bytes in (("float32", 4), ("16 bits", 2)):
         try:
             wire = wire_choice.choose(
-                node_count, transport_choice.CHUNK_BYTES, element_bytes, settings.WIRE.read()
+                node_count,
+                transport_choice.chunks_in_flight(node_count)[1],
+                element_bytes,
+                settings.WIRE.read(),
             )
             said = f"{wire.name}: {wire.reason}"
         except ValueError as error:

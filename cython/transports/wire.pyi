@@ -2,10 +2,6 @@ from collections.abc import Mapping, Sequence
 
 from mpi4py import MPI
 
-IALLREDUCE: str
-DIRECT: str
-TWO_LEVELS: str
-
 class Wire:
     chunk_bytes: int
     window: int

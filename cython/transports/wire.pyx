@@ -8,12 +8,13 @@ mpiddp/transports/wire_choice.py decides.
 
 from libc.stdlib cimport free
 
-from mpi4py.libmpi cimport MPI_Comm, MPI_SUCCESS
+from mpi4py.libmpi cimport MPI_Comm
 
-from mpiddp.engine.interface cimport CHUNK_WAITS, MAX_SLOTS
+from mpiddp.engine.interface cimport MAX_SLOTS
 from mpiddp.mpi.errors cimport check_errno
 from mpiddp.system.kernels cimport element_bytes
 from mpiddp.transports cimport chunk_exchange, chunk_sums
+from mpiddp.transports.wire_choice import DIRECT, IALLREDUCE, TWO_LEVEL
 
 
 cdef extern from "<stdlib.h>" nogil:
@@ -23,8 +24,7 @@ cdef extern from "<stdlib.h>" nogil:
 cdef enum:
     ALIGNMENT = 64
 
-IALLREDUCE, DIRECT, TWO_LEVELS = "iallreduce", "direct", "two-level"
-_WAYS = {IALLREDUCE: WAY_IALLREDUCE, DIRECT: WAY_DIRECT, TWO_LEVELS: WAY_TWO_LEVELS}
+_WAYS = {IALLREDUCE: WAY_IALLREDUCE, DIRECT: WAY_DIRECT, TWO_LEVEL: WAY_TWO_LEVELS}
 
 
 cdef size_t bits_of(size_t number) noexcept nogil:
@@ -67,9 +67,9 @@ cdef class Wire:
         communicator: an mpi4py intracommunicator, used by nothing else.
         chunk_bytes: the largest chunk in bytes of the bucket; a multiple of 64.
         window: chunks in flight at once, 1 to 16.
-        ways: for elements of 2, 4 and 8 bytes, which chunks take which way: pairs of a largest
-            size in bytes and one of "iallreduce", "direct" and "two-level", the largest last. None
-            is MPI_Iallreduce for all.
+        ways: for elements of 2, 4 and 8 bytes, which chunks take which way: pairs of a smallest
+            size in bytes, 0 or a power of two, and one of `wire_choice.WAYS`, the smallest first.
+            None is MPI_Iallreduce for all.
         group: ranks of a group in two levels, a divisor of their number.
         sums: whether some rank sends sums of several buffers.
 
@@ -91,15 +91,14 @@ cdef class Wire:
             raise ValueError(f"group must be a divisor of {ranks}, not {group}")
         self.chunk_bytes = chunk_bytes
         self.window = window
-        self.ways = ways or dict.fromkeys((2, 4, 8), ((chunk_bytes, IALLREDUCE),))
+        self.ways = ways or dict.fromkeys((2, 4, 8), ((0, IALLREDUCE),))
         self.communicators = []
         for bytes_of_element, sizes in self.ways.items():
             width = bits_of(bytes_of_element) - 1
             for k in range(SIZES):
-                for largest, name in sizes:
-                    self.state.ways[width][k] = _WAYS[name]
-                    if 1 << k <= largest + 1:
-                        break
+                for smallest, name in sizes:
+                    if smallest <= 1 << k >> 1:
+                        self.state.ways[width][k] = _WAYS[name]
         # Collective, so it comes before what may fail on one rank alone.
         used = {name for sizes in self.ways.values() for _, name in sizes}
         if IALLREDUCE in used:
@@ -108,7 +107,7 @@ cdef class Wire:
         if DIRECT in used:
             self.state.exchanges[<int>WAY_DIRECT].repeats = sums
             self._add_level(WAY_DIRECT, communicator)
-        if TWO_LEVELS in used:
+        if TWO_LEVEL in used:
             self.state.exchanges[<int>WAY_TWO_LEVELS].repeats = True
             rank = communicator.Get_rank()
             for colour in (rank // group, ranks + rank % group):

@@ -22,8 +22,8 @@ from mpiddp.transports.gpu_staging import StagingTransport
 from mpiddp.transports.lanes import LaneTransport
 from mpiddp.transports.messages import MessageTransport
 from mpiddp.transports.shared import SharedTransport
-from mpiddp.transports.wire import IALLREDUCE, TWO_LEVELS, Wire
-from mpiddp.transports.wire_choice import thresholds
+from mpiddp.transports.wire import Wire
+from mpiddp.transports.wire_choice import IALLREDUCE, TWO_LEVEL, thresholds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -165,15 +165,8 @@ def chunks_in_flight(nodes: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Window:
-    """How chunks travel between nodes.
-
-    Attributes:
-        chunk_bytes: size of a chunk in bytes of the bucket.
-        window: chunks in flight at once.
-        ways: as for `Wire`.
-        group: as for `Wire`.
-    """
+class WirePlan:
+    """How chunks travel between nodes: arguments of `Wire`."""
 
     chunk_bytes: int
     window: int
@@ -181,12 +174,13 @@ class Window:
     group: int
 
 
-def plan_of(nodes: int, name: str | None = None) -> Window:
+def plan_wire(nodes: int, way: str | None = None, lanes: int = 1) -> WirePlan:
     """Return how chunks travel between so many nodes. Not collective.
 
     Args:
         nodes: how many.
-        name: of the way that all chunks take; None: what MPIDDP_WIRE says.
+        way: that all chunks take; None: what MPIDDP_WIRE says.
+        lanes: how many ranks of each node send at once.
 
     Raises:
         ValueError: two levels were asked for, and the nodes make no groups of equal size.
@@ -195,25 +189,23 @@ def plan_of(nodes: int, name: str | None = None) -> Window:
     group = 1
     ways = {}
     for element_bytes in (2, 4, 8):
-        ways[element_bytes] = []
-        for largest, wire in thresholds(nodes, element_bytes, chunk_bytes, name):
-            ways[element_bytes].append((largest, wire.name))
-            if wire.name == TWO_LEVELS:
-                group = wire.group
-    # Slices without padding need no copy.
+        table = thresholds(nodes, element_bytes, chunk_bytes, way or settings.WIRE.read())
+        ways[element_bytes] = [(smallest, way.name) for smallest, way in table]
+        group = max([group, *(way.group for _, way in table if way.name == TWO_LEVEL)])
+    # Slices that are all equally long need no copy.
     chunk_bytes = max(chunk_bytes // (64 * nodes), 1) * 64 * nodes
-    return Window(chunk_bytes, window, ways, group)
+    return WirePlan(chunk_bytes, max(-(-window // lanes), 2), ways, group)
 
 
 def _make_iallreduce(communicator: MPI.Comm, node_count: int) -> MessageTransport:
-    return _make_messages(communicator, plan_of(node_count, IALLREDUCE))
+    return _make_messages(communicator, plan_wire(node_count, IALLREDUCE))
 
 
 def _make_exchange(communicator: MPI.Comm, node_count: int) -> MessageTransport:
-    return _make_messages(communicator, plan_of(communicator.Get_size()))
+    return _make_messages(communicator, plan_wire(communicator.Get_size()))
 
 
-def _make_messages(communicator: MPI.Comm, plan: Window) -> MessageTransport:
+def _make_messages(communicator: MPI.Comm, plan: WirePlan) -> MessageTransport:
     return MessageTransport(Wire(communicator, **vars(plan)))
 
 
@@ -248,7 +240,8 @@ def _open_host_channel(engine: Engine, communicator: MPI.Comm, name: str) -> Cha
         if min(ranks_here) == communicator.Get_size():
             transport = _make_shared(node)
         else:
-            plan = plan_of(sum(rank == 0 for rank, _ in here))
+            node_count = sum(rank == 0 for rank, _ in here)
+            plan = plan_wire(node_count, lanes=min(ranks_here))
             transport = LaneTransport(communicator, node, **vars(plan))
     except OSError as error:
         problem = str(error)

@@ -1,6 +1,6 @@
 """Choose how a chunk travels between nodes: in one exchange, in two levels, or by MPI_Iallreduce.
 
-Note [Which wire]
+Note [Which way]
 ~~~~~~~~~~~~~~~~~
 Of H nodes, each sends 2 (H - 1) / H of a chunk over its link in all three ways. They differ in how
 many messages wait for one another, and in how many there are at all:
@@ -29,9 +29,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["WIRES", "Wire", "choose", "groups_of", "thresholds"]
+__all__ = ["DIRECT", "IALLREDUCE", "TWO_LEVEL", "WAYS", "Way", "choose", "groups_of", "thresholds"]
 
-DIRECT, TWO_LEVEL, IALLREDUCE = WIRES = ("direct", "two-level", "iallreduce")
+DIRECT, TWO_LEVEL, IALLREDUCE = WAYS = ("direct", "two-level", "iallreduce")
 
 # In latencies of a message between nodes: the core time of a message, and what one waits longer
 # for its receiver where it is longer than that limit in bytes.
@@ -43,11 +43,11 @@ BYTES_A_LATENCY = 30_000
 
 
 @dataclass(frozen=True)
-class Wire:
+class Way:
     """How chunks of some size travel between nodes.
 
     Attributes:
-        name: one of `WIRES`.
+        name: one of `WAYS`.
         group: nodes that exchange slices with one another at first; all nodes unless in two levels.
         reason: why, in words for users.
     """
@@ -67,14 +67,14 @@ def groups_of(nodes: int) -> int | None:
     return max(small, default=None)
 
 
-def choose(nodes: int, chunk_bytes: int, element_bytes: int, override: str | None) -> Wire:
-    """Return how a chunk travels, see Note [Which wire]. Not collective.
+def choose(nodes: int, chunk_bytes: int, element_bytes: int, override: str | None) -> Way:
+    """Return how a chunk travels, see Note [Which way]. Not collective.
 
     Args:
         nodes: how many, at least 2.
         chunk_bytes: of the gradients, in their own type.
         element_bytes: of an element of that type; 2 is added in float32.
-        override: one of `WIRES` to ask for it; None or "auto" chooses.
+        override: one of `WAYS` to ask for it; None or "auto" chooses.
 
     Raises:
         ValueError: "two-level" is asked for where the nodes make no groups of equal size.
@@ -89,7 +89,7 @@ def choose(nodes: int, chunk_bytes: int, element_bytes: int, override: str | Non
                 f"MPIDDP_WIRE is {override}, but {nodes} nodes make no groups of equal size with "
                 f"two or more each; take another number of nodes, or auto"
             )
-        return Wire(override, possible[override], "asked for")
+        return Way(override, possible[override], "asked for")
     costs = {
         name: _cost(name, size, nodes, chunk_bytes, element_bytes)
         for name, size in possible.items()
@@ -100,13 +100,13 @@ def choose(nodes: int, chunk_bytes: int, element_bytes: int, override: str | Non
     )
     if best == IALLREDUCE and element_bytes == 2:
         reason += "; 16 bits travel as 32, but there are fewer messages"
-    return Wire(best, possible[best], reason)
+    return Way(best, possible[best], reason)
 
 
 def thresholds(
     nodes: int, element_bytes: int, largest: int, override: str | None
-) -> list[tuple[int, Wire]]:
-    """Return which wire is taken from which chunk size on, as a table to look sizes up in.
+) -> list[tuple[int, Way]]:
+    """Return which way is taken from which chunk size on, as a table to look sizes up in.
 
     The last entry whose size is not above the chunk's holds. The first is of size 0; the others
     are powers of two, in bytes of the gradients' own type. Not collective.
@@ -120,11 +120,11 @@ def thresholds(
     Raises:
         ValueError: as `choose` does.
     """
-    table: list[tuple[int, Wire]] = []
+    table: list[tuple[int, Way]] = []
     for size in [0] + [1 << power for power in range(largest.bit_length())]:
-        wire = choose(nodes, size, element_bytes, override)
-        if not table or wire.name != table[-1][1].name:
-            table.append((size, wire))
+        way = choose(nodes, size, element_bytes, override)
+        if not table or way.name != table[-1][1].name:
+            table.append((size, way))
     return table
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpiddp.transports.wire_choice import WIRES, choose, groups_of, thresholds
+from mpiddp.transports.wire_choice import WAYS, choose, groups_of, thresholds
 
 pytestmark = pytest.mark.once
 
@@ -55,7 +55,7 @@ def test_the_table_says_what_the_choice_says() -> None:
 
 
 def test_what_is_asked_for_is_taken() -> None:
-    for name in WIRES:
+    for name in WAYS:
         ((begin, wire),) = thresholds(12, 2, 1 << 20, name)
         assert (begin, wire.name, wire.reason) == (0, name, "asked for")
         assert wire.group == (3 if name == "two-level" else 12)
