@@ -9,9 +9,11 @@ cdef enum WaitStatus:
 cdef class Engine:
     cdef EngineState *state
     cdef bint threaded
+    cdef object cores
     cdef list channels
     cdef int process_id
 
+    cdef _start_thread(self)
     cdef _stop_thread(self)
     cdef int step(self) noexcept nogil
 

@@ -16,10 +16,11 @@ from mpiddp.engine.forks cimport is_child
 from mpiddp.engine.progress cimport SIGNAL_CHECK, drive, engine_thread, enqueue, step_channels
 from mpiddp.mpi.errors cimport check, check_errno
 from mpiddp.system.posix cimport (
-    create_thread_without_signals, getpid, load, now, pthread_cond_destroy, pthread_cond_init,
-    pthread_cond_signal, pthread_condattr_destroy, pthread_condattr_init,
-    pthread_condattr_setclock, pthread_condattr_t, pthread_join, pthread_mutex_destroy,
-    pthread_mutex_init, pthread_mutex_lock, pthread_mutex_trylock, pthread_mutex_unlock, store,
+    CPU_SET, CPU_ZERO, cpu_set_t, create_thread_without_signals, getpid, load, now,
+    pthread_cond_destroy, pthread_cond_init, pthread_cond_signal, pthread_condattr_destroy,
+    pthread_condattr_init, pthread_condattr_setclock, pthread_condattr_t, pthread_join,
+    pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_trylock,
+    pthread_mutex_unlock, pthread_setaffinity_np, store,
 )
 from mpiddp.engine.forks import check as check_process
 from mpiddp.engine.memory import allocate_private
@@ -33,14 +34,17 @@ cdef class Engine:
     Args:
         threaded: whether a thread of its own makes progress; without one, progress
             is made by `Channel.poke` and by waiting threads.
+        cores: numbers of those that this thread may run on; none: those of the thread
+            that makes it.
 
     Raises:
         OSError: the thread cannot be created.
     """
 
-    def __cinit__(self, *, bint threaded=True):
+    def __cinit__(self, *, bint threaded=True, cores=frozenset()):
         cdef pthread_condattr_t attributes
         self.threaded = threaded
+        self.cores = cores
         self.channels = []
         self.process_id = getpid()
         self.state = <EngineState *>calloc(1, sizeof(EngineState))
@@ -93,11 +97,7 @@ cdef class Engine:
             self.threaded and not self.state.running and channel.state.transport != NULL
             and channel.state.transport.wants_thread
         ):
-            check_errno(
-                create_thread_without_signals(&self.state.thread, engine_thread, self.state),
-                "pthread_create",
-            )
-            self.state.running = 1
+            self._start_thread()
         return channel
 
     def close_channel(self, Channel channel not None):
@@ -140,6 +140,21 @@ cdef class Engine:
             self.state.channels = NULL
             self.state.pending = 0
             pthread_mutex_unlock(&self.state.progress_lock)
+
+    cdef _start_thread(self):
+        cdef cpu_set_t mask
+        check_errno(
+            create_thread_without_signals(&self.state.thread, engine_thread, self.state),
+            "pthread_create",
+        )
+        self.state.running = 1
+        if self.cores:
+            CPU_ZERO(&mask)
+            for core in self.cores:
+                CPU_SET(core, &mask)
+            # The kernel refuses cores that were taken from the process since, and all in some
+            # sandboxes. Where the thread runs is a matter of speed only.
+            pthread_setaffinity_np(self.state.thread, sizeof(mask), &mask)
 
     cdef _stop_thread(self):
         if not self.state.running:

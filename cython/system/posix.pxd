@@ -10,6 +10,13 @@ from posix.time cimport (
 )
 
 
+cdef extern from "<sched.h>" nogil:
+    ctypedef struct cpu_set_t:
+        pass
+    void CPU_ZERO(cpu_set_t *)
+    void CPU_SET(int, cpu_set_t *)      # does nothing for a core that the set has no bit for
+    int sched_yield()
+
 cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_t:
         pass
@@ -24,6 +31,7 @@ cdef extern from "<pthread.h>" nogil:
     )
     int pthread_create(pthread_t *, const void *, void *(*)(void *) noexcept nogil, void *)
     int pthread_join(pthread_t, void **)
+    int pthread_setaffinity_np(pthread_t, size_t, const cpu_set_t *)
     int pthread_mutex_init(pthread_mutex_t *, const void *)
     int pthread_mutex_destroy(pthread_mutex_t *)
     int pthread_mutex_lock(pthread_mutex_t *)
@@ -41,9 +49,6 @@ cdef extern from "<pthread.h>" nogil:
 
 cdef extern from "<unistd.h>" nogil:
     int getpid()
-
-cdef extern from "<sched.h>" nogil:
-    int sched_yield()
 
 cdef extern from *:
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,8 @@ class Topology:
         local_world_size: number of those.
         node_rank: number of this node, in order of the nodes' lowest ranks.
         node_count: number of nodes.
-        local_core_count: number of cores that the ranks of this node may run on, together.
+        local_core_count: number of cores that the ranks of this node were given, together.
+        crowded: whether this node has fewer cores for threads that wait than ranks.
     """
 
     rank: int
@@ -31,11 +33,7 @@ class Topology:
     node_rank: int
     node_count: int
     local_core_count: int = field(default=1, compare=False)
-
-    @property
-    def crowded(self) -> bool:
-        """Whether this node has fewer cores than ranks. Not collective."""
-        return self.local_core_count < self.local_world_size
+    crowded: bool = field(default=False, compare=False)
 
     def as_environment(self) -> dict[str, str]:
         """Return torchrun's environment variables for this process. Not collective."""
@@ -49,8 +47,13 @@ class Topology:
         }
 
 
-def find_topology(communicator: MPI.Intracomm) -> Topology:
-    """Return where this process stands among ranks and nodes. Collective over `communicator`."""
+def find_topology(communicator: MPI.Intracomm, cores: Set[int] | None = None) -> Topology:
+    """Return where this process stands among ranks and nodes. Collective over `communicator`.
+
+    Args:
+        communicator: its ranks are counted.
+        cores: numbers of those that this process was given; None: those of the calling thread.
+    """
     from mpi4py import MPI
 
     rank = communicator.Get_rank()
@@ -65,10 +68,32 @@ def find_topology(communicator: MPI.Intracomm) -> Topology:
             local_world_size=node.Get_size(),
             node_rank=lowest_ranks.index(lowest_rank_here),
             node_count=len(lowest_ranks),
-            local_core_count=len(set().union(*node.allgather(os.sched_getaffinity(0)))),
+            local_core_count=count_cores(node, cores or os.sched_getaffinity(0)),
+            crowded=is_crowded(node),
         )
     finally:
         node.Free()
+
+
+def count_cores(node: MPI.Comm, cores: Set[int]) -> int:
+    """Return how many cores the ranks of a node have together.
+
+    Collective.
+
+    Args:
+        node: its ranks share a node.
+        cores: numbers of this rank's.
+    """
+    return len(set().union(*node.allgather(set(cores))))
+
+
+def is_crowded(node: MPI.Comm) -> bool:
+    """Return whether the ranks of a node have fewer cores to wait on than they are. Collective.
+
+    The cores are those of the calling thread, which is who waits: OpenMP may have tied it to one,
+    and the same one on each rank, however many the ranks were given.
+    """
+    return count_cores(node, os.sched_getaffinity(0)) < node.Get_size()
 
 
 def ranks_of_node(communicator: MPI.Comm) -> MPI.Comm:

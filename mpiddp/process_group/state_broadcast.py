@@ -6,7 +6,6 @@ than a piece goes in pieces, so that writing, sending and reading overlap in war
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -92,12 +91,10 @@ class StateBroadcast:
         self._node.Free()
 
     def _allocate(self, size: int) -> None:
-        cores = set().union(*self._node.allgather(os.sched_getaffinity(0)))
+        crowded = nodes.is_crowded(self._node)
         problem = ""
         try:
-            self._shared = SharedBroadcast(
-                self._node, size, crowded=len(cores) < self._node.Get_size()
-            )
+            self._shared = SharedBroadcast(self._node, size, crowded=crowded)
         except OSError as error:
             problem = str(error)
         self._possible = not any(self._group.allgather_objects(problem))

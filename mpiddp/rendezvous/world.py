@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
@@ -29,6 +30,7 @@ from mpiddp.rendezvous.mpi_world import (
     checked_communicator,
 )
 from mpiddp.rendezvous.store import LazyStore
+from mpiddp.system import cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -151,12 +153,13 @@ def _make_world(own: MPI.Intracomm) -> None:
 
     launch_checks.compare_settings(own, _check_thread_level)
     threaded = _progress_thread_wanted()
-    topology = find_topology(own)
+    topology = find_topology(own, cores.available())
     forks.claim(topology.rank, topology.world_size)
     environment = {
         name: value for name, value in topology.as_environment().items() if name not in os.environ
     }
-    requests = Requests(Engine(threaded=threaded), crowded=topology.crowded)
+    engine = Engine(threaded=threaded, cores=cores.beside_openmp(torch.get_num_threads()))
+    requests = Requests(engine, crowded=topology.crowded)
     _world = _World(
         own,
         requests,

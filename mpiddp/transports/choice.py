@@ -5,7 +5,6 @@ For gradients on a GPU `gpu_choice` chooses; its "staging" uses one of the trans
 
 from __future__ import annotations
 
-import os
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -16,6 +15,7 @@ from mpiddp import settings
 from mpiddp.engine.memory import BucketMemory, GpuMemory
 from mpiddp.gpu.runtime import runtime_of
 from mpiddp.mpi import nodes
+from mpiddp.system import cores
 from mpiddp.transports import gpu_choice
 from mpiddp.transports.gpu_ring import GpuRingTransport
 from mpiddp.transports.gpu_staging import StagingTransport
@@ -277,12 +277,10 @@ def shares_memory(channel: Channel) -> bool:
 
 
 def _make_shared(node: MPI.Comm) -> SharedTransport:
-    # Bound ranks see their own cores only.
-    cores = len(set().union(*node.allgather(os.sched_getaffinity(0))))
-    ranks = node.Get_size()
-    spare = cores >= ranks * (torch.get_num_threads() + 1)
+    count = nodes.count_cores(node, cores.available())
+    spare = count >= node.Get_size() * (torch.get_num_threads() + 1)
     return SharedTransport(
         node,
-        crowded=cores < ranks,
+        crowded=nodes.is_crowded(node),
         wants_thread=spare or settings.PROGRESS_THREAD.read() is True,
     )
