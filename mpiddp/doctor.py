@@ -96,9 +96,11 @@ def _shared_memory(world: MPI.Comm) -> list[str]:
         possible = f"not possible: {problems[0]}"
     else:
         possible = "possible"
-    alone = name == "mpi" or (name == "auto" and (max(sizes) == 1 or bool(problems)))
-    used = "MPI_Iallreduce"
-    if not alone:
+    if name == "mpi":
+        used = "MPI_Iallreduce"
+    elif name == "exchange" or (name == "auto" and (max(sizes) == 1 or problems)):
+        used = "exchange among all ranks"
+    else:
         used = "shared memory" if min(sizes) == world.Get_size() else "lanes between the nodes"
     return [
         f"memory that the ranks of a node share: {possible}",

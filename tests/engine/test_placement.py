@@ -9,7 +9,8 @@ import mpirun
 import pytest
 
 from mpiddp.engine.engine import Engine
-from mpiddp.transports.iallreduce import IallreduceTransport
+from mpiddp.transports.messages import MessageTransport
+from mpiddp.transports.wire import Wire
 
 GIVEN = sorted(os.sched_getaffinity(0))
 
@@ -89,7 +90,7 @@ def test_of_an_engine(cores: set[int]) -> None:
     before = {thread.name for thread in Path("/proc/self/task").iterdir()}
     communicator = MPI.COMM_WORLD.Dup()
     engine = Engine(cores=cores)
-    channel = engine.open_channel(IallreduceTransport(communicator), communicator)
+    channel = engine.open_channel(MessageTransport(Wire(communicator)), communicator)
     (task,) = {thread.name for thread in Path("/proc/self/task").iterdir()} - before
     mine = os.sched_getaffinity(threading.get_native_id())
     assert os.sched_getaffinity(int(task)) == (cores & set(GIVEN) or mine)

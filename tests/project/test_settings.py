@@ -131,7 +131,7 @@ DIFFERENT = {
         f"RuntimeError: MPIDDP_TRANSPORT is auto on rank 0 and mpi on rank 1: {SAME}"
     ),
     ("MPIDDP_TRANSPORT", "tcp"): (
-        "ValueError: rank 1: MPIDDP_TRANSPORT must be auto, shared or mpi, not 'tcp'"
+        "ValueError: rank 1: MPIDDP_TRANSPORT must be auto, shared, exchange or mpi, not 'tcp'"
     ),
     ("MPIDDP_DEVICE_TRANSPORT", "ring"): (
         f"RuntimeError: MPIDDP_DEVICE_TRANSPORT is auto on rank 0 and ring on rank 1: {SAME}"

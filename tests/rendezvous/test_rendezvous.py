@@ -102,7 +102,7 @@ def test_import_does_not_initialise_mpi(tmp_path: Path) -> None:
         import mpiddp.ddp.wrapper
         import mpiddp.engine.engine
         import mpiddp.mpi.errors
-        import mpiddp.transports.iallreduce
+        import mpiddp.transports.messages
         import mpiddp.mpi.library
         import mpiddp.mpi.compatibility
         import mpiddp.ddp.logger
