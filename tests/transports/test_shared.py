@@ -15,6 +15,8 @@ from replicas import RANK, SIZE, assert_replicated, bits, together
 from torch import nn
 
 from mpiddp import DistributedDataParallel as DDP
+from mpiddp.engine.single_all_reduce import SingleAllReduce
+from mpiddp.transports.shared_broadcast import SharedBroadcast
 
 pytestmark = pytest.mark.sizes
 several = pytest.mark.mpi(min_size=2)
@@ -184,6 +186,51 @@ def test_waiting_costs_no_processor_time() -> None:
     with together():
         assert used < 0.2
         assert bits(model.weight.grad)
+
+
+def sleeps() -> int:
+    """How often this thread has slept so far."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
+@several
+def test_the_last_rank_reduces_one_chunk_at_once() -> None:
+    """Before its next step, which may come late, and without waking anybody for it."""
+    group = dist.distributed_c10d._get_default_group()
+    channel = DDP(nn.Linear(1, 1), transport="shared").reducer.channel
+    memory = channel.allocate([1000])[0]
+    reduction = SingleAllReduce(channel, memory, torch.float32, SIZE)
+    values = memory.buffer.view(torch.float32)
+    for step in range(5):
+        values.fill_(RANK)
+        late = step % SIZE
+        dist.barrier(group)
+        time.sleep(0.02 * (late == RANK))
+        reduction.submit()
+        if late == RANK:
+            assert values.unique().tolist() == [(SIZE - 1) / 2]
+        assert reduction.wait(60)
+
+
+@pytest.mark.mpi(min_size=3)
+def test_readers_of_a_broadcast_do_not_wake_each_other() -> None:
+    from mpi4py import MPI
+
+    shared = SharedBroadcast(MPI.COMM_WORLD, 8, crowded=True)
+    counts = []
+    for _ in range(10):
+        before = sleeps()
+        if RANK == 0:
+            assert shared.begin(60)
+            time.sleep(0.06)
+            shared.publish()
+        else:
+            assert shared.wait(60)
+            counts.append(sleeps() - before)
+            time.sleep(0.02 * (RANK - 1))
+            shared.consume()
+    with together():
+        assert RANK != 1 or min(counts[1:]) == 1, counts
 
 
 @anywhere
