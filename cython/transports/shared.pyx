@@ -276,7 +276,8 @@ cdef class SharedBuckets:
             start = self.buckets[index].buffers[rank] - own.address
             result.append(
                 BucketMemory(
-                    everything[start:start + size], self, <uintptr_t>&self.buckets[index]
+                    everything[start:start + size], self, <uintptr_t>&self.buckets[index],
+                    <uintptr_t>&own.segment.given_out,
                 )
             )
         return result
