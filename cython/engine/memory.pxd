@@ -2,6 +2,7 @@ cdef class BucketMemory:
     cdef readonly object buffer     # 1-D uint8 tensor, zeros
     cdef readonly object owner      # what `context` points into
     cdef void *context              # what the transport knows of this memory, or NULL
+    cdef int *given_out             # set where a tensor of the user comes to lie there, or NULL
 
 
 cdef class GpuMemory(BucketMemory):

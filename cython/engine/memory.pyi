@@ -5,7 +5,13 @@ import torch
 class BucketMemory:
     buffer: torch.Tensor
     owner: object
-    def __init__(self, buffer: torch.Tensor, owner: object = None, context: int = 0) -> None: ...
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        owner: object = None,
+        context: int = 0,
+        given_out: int = 0,
+    ) -> None: ...
 
 class GpuMemory(BucketMemory):
     tail: torch.Tensor

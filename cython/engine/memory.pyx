@@ -18,12 +18,14 @@ cdef class BucketMemory:
         buffer: a 1-D uint8 tensor of zeros that starts on a cache line.
         owner: kept alive as long as this object.
         context: address of what the transport wants to find in each `Job`.
+        given_out: address of a C int that becomes 1 when a tensor of the user comes to lie there.
     """
 
-    def __init__(self, buffer, owner=None, size_t context=0):
+    def __init__(self, buffer, owner=None, size_t context=0, size_t given_out=0):
         self.buffer = buffer
         self.owner = owner
         self.context = <void *>context
+        self.given_out = <int *>given_out
 
 
 cdef class GpuMemory(BucketMemory):

@@ -247,6 +247,8 @@ cdef class Bucket:
         view, tensor = self.views[position], self.tensors[position]
         if tensor is not None and is_at(tensor, view):
             return tensor
+        if self.memory.given_out != NULL and self.gradient_buffer is None:
+            self.memory.given_out[0] = True
         if self.on_gpu or self.flags_only or not view.numel():
             # Hooks in Python resize the storage: nothing else may refer to memory that this frees.
             tensor = view.data

@@ -8,7 +8,7 @@ cdef enum:
 
 
 cdef struct Bell:
-    # One per transport, in shared memory: rung when a waiting rank may find something to do.
+    # In shared memory, one per transport: rung when a waiting rank may find something to do.
     uint32_t rung           # how often: a futex
     uint32_t sleepers
     char padding[CACHE_LINE - 8]
@@ -64,5 +64,7 @@ cdef void finish_chunk(SharedState *state, SharedBucket *bucket) noexcept nogil
 cdef uint32_t load32(const uint32_t *counter) noexcept nogil
 cdef uint32_t add32(uint32_t *counter, uint32_t number) noexcept nogil
 cdef void ring(Bell *bell) noexcept nogil
+cdef void wake(Bell *bell) noexcept nogil
+cdef void sleep_on(Bell *bell, uint32_t rung, double seconds) noexcept nogil
 cdef unsigned int take_ticket(Transport *transport) noexcept nogil
 cdef void sleep(Transport *transport, unsigned int ticket, double seconds) noexcept nogil

@@ -13,7 +13,8 @@ end of backward helps with the chunks that others have not begun. A chunk is tak
 advancing its claim to the current round, which only one rank can do. Who took it does not
 show in the result, because the order of the sum is fixed.
 A bucket with fewer chunks than ranks belongs to whoever comes first, which is the last
-rank to fill it: so small buckets cost one meeting, not two.
+rank to fill it: so small buckets cost one meeting, not two. For a single chunk it wakes nobody
+before the mean is there.
 
 Note [No lock, no reset]
 ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -84,6 +85,11 @@ cdef uint32_t add32(uint32_t *counter, uint32_t number) noexcept nogil:
 
 cdef void ring(Bell *bell) noexcept nogil:
     add32(&bell.rung, 1)
+    wake(bell)
+
+
+cdef void wake(Bell *bell) noexcept nogil:
+    """Wake all sleepers. The bell has been rung."""
     # Either the sleeper sees the new number, or this sees the sleeper.
     full_fence()
     if load32(&bell.sleepers):
@@ -95,11 +101,15 @@ cdef unsigned int take_ticket(Transport *transport) noexcept nogil:
 
 
 cdef void sleep(Transport *transport, unsigned int ticket, double seconds) noexcept nogil:
-    cdef Bell *bell = (<SharedState *>transport).bell
+    sleep_on((<SharedState *>transport).bell, ticket, seconds)
+
+
+cdef void sleep_on(Bell *bell, uint32_t rung, double seconds) noexcept nogil:
+    """Sleep until woken if the bell has been rung so often, no longer than `seconds`."""
     cdef timespec limit = as_timespec(seconds)
     add32(&bell.sleepers, 1)
     full_fence()
-    futex_wait(&bell.rung, ticket, &limit)
+    futex_wait(&bell.rung, rung, &limit)
     add32(&bell.sleepers, <uint32_t>-1)
 
 
@@ -122,11 +132,15 @@ cdef void finish_chunk(SharedState *state, SharedBucket *bucket) noexcept nogil:
         ring(state.bell)
 
 
+cdef int arrive(SharedState *state, SharedBucket *bucket) noexcept nogil:
+    """Count this rank's arrival in a new round; return whether it is the last one."""
+    bucket.round += 1
+    return add32(&bucket.meeting.arrived, 1) == bucket.round * <uint32_t>state.ranks
+
+
 cdef void announce(Transport *transport, Job *job) noexcept nogil:
     cdef SharedState *state = <SharedState *>transport
-    cdef SharedBucket *bucket = <SharedBucket *>job.context
-    bucket.round += 1
-    if add32(&bucket.meeting.arrived, 1) == bucket.round * <uint32_t>state.ranks:
+    if arrive(state, <SharedBucket *>job.context):
         ring(state.bell)
 
 
@@ -141,7 +155,14 @@ cdef void announce_to_node(Transport *transport, Job *job) noexcept nogil:
     else:
         bucket.next_own = <uint32_t>(chunks * state.rank // state.ranks)
         bucket.end_of_own = <uint32_t>(chunks * (state.rank + 1) // state.ranks)
-    announce(transport, job)
+    if not arrive(state, bucket):
+        return
+    if chunks == 1:
+        # At once: this rank may take its next step only much later, and nobody else is woken.
+        if take_chunk(bucket, 0):
+            reduce_chunk(state, job, 0)
+    else:
+        ring(state.bell)
 
 
 cdef void reduce_chunk(SharedState *state, Job *job, uint32_t chunk) noexcept nogil:
@@ -255,7 +276,8 @@ cdef class SharedBuckets:
             start = self.buckets[index].buffers[rank] - own.address
             result.append(
                 BucketMemory(
-                    everything[start:start + size], self, <uintptr_t>&self.buckets[index]
+                    everything[start:start + size], self, <uintptr_t>&self.buckets[index],
+                    <uintptr_t>&own.segment.given_out,
                 )
             )
         return result

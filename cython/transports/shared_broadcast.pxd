@@ -1,6 +1,6 @@
 from libc.stdint cimport uint32_t
 
-from mpiddp.transports.shared cimport SharedState
+from mpiddp.transports.shared cimport Bell
 
 
 cdef enum:
@@ -8,16 +8,14 @@ cdef enum:
 
 
 cdef struct Counters:
-    # In shared memory, one for each area; both only grow.
-    uint32_t published      # rounds whose bytes are there
-    char padding[60]
-    uint32_t consumed       # ranks that have read, over all rounds
-    char padding_behind[60]
+    # In shared memory, one for each area. A bell is rung once for each that is counted.
+    Bell published          # rounds whose bytes are there
+    Bell consumed           # ranks that have read, over all rounds
 
 
 cdef class SharedBroadcast:
-    cdef SharedState state
-    cdef object bell
+    cdef uint32_t readers
+    cdef bint crowded
     cdef object mapping
     cdef object areas
     cdef readonly Py_ssize_t capacity
@@ -26,4 +24,4 @@ cdef class SharedBroadcast:
     cdef uint32_t rounds[AREAS]
     cdef int area
 
-    cdef int wait_for(self, uint32_t *counter, uint32_t target, double timeout) except -1
+    cdef int wait_for(self, Bell *counter, uint32_t target, double timeout) except -1

@@ -2,6 +2,7 @@
 
 A module's buffers are sent this way at each forward. There are two areas, used in turn:
 the rank that writes need not wait for those that still read the round before.
+Each counter of an area is what ranks sleep on that wait for it, so that no others are woken.
 """
 
 from cpython.exc cimport PyErr_CheckSignals
@@ -11,10 +12,9 @@ from libc.string cimport memcmp, memcpy
 import torch
 
 from mpiddp.system.posix cimport now
-from mpiddp.transports.shared cimport add32, load32, ring, sleep, take_ticket
+from mpiddp.transports.shared cimport Bell, add32, load32, ring, sleep_on, wake
 from mpiddp.transports.shared_memory cimport Mapping
 from mpiddp.transports import shared_memory
-from mpiddp.transports.shared import make_bell
 
 
 cdef enum:
@@ -54,9 +54,8 @@ cdef class SharedBroadcast:
     def __init__(self, node, Py_ssize_t capacity, *, bint crowded=False):
         cdef Mapping mapping
         self.capacity = room(max(capacity, 1))
-        self.state.ranks = node.Get_size()
-        self.state.transport.crowded = crowded
-        self.bell = make_bell(node, <size_t>&self.state)
+        self.readers = node.Get_size() - 1
+        self.crowded = crowded
         mapping = shared_memory.allocate(node, AREAS * (sizeof(Counters) + self.capacity))[0]
         self.mapping = mapping
         self.counters = <Counters *>mapping.address
@@ -64,23 +63,23 @@ cdef class SharedBroadcast:
         everything = torch.frombuffer(mapping, dtype=torch.uint8)
         self.areas = everything[AREAS * sizeof(Counters):].view(AREAS, self.capacity)
 
-    cdef int wait_for(self, uint32_t *counter, uint32_t target, double timeout) except -1:
+    cdef int wait_for(self, Bell *counter, uint32_t target, double timeout) except -1:
         """Wait until a counter has reached `target`; return whether it did in time."""
         cdef double began = now()
         cdef double idle, limit
-        cdef unsigned int ticket
-        if <int32_t>(load32(counter) - target) >= 0:
+        cdef uint32_t counted
+        if <int32_t>(load32(&counter.rung) - target) >= 0:
             return 1
         while True:
             with nogil:
                 limit = now() + SIGNAL_CHECK
                 while now() < limit:
-                    ticket = take_ticket(&self.state.transport)
-                    if <int32_t>(load32(counter) - target) >= 0:
+                    counted = load32(&counter.rung)
+                    if <int32_t>(counted - target) >= 0:
                         return 1
                     idle = now() - began
-                    if self.state.transport.crowded or idle > SPIN:
-                        sleep(&self.state.transport, ticket, SIGNAL_CHECK)
+                    if self.crowded or idle > SPIN:
+                        sleep_on(counter, counted, SIGNAL_CHECK)
             PyErr_CheckSignals()
             if now() - began > timeout:
                 return 0
@@ -95,14 +94,12 @@ cdef class SharedBroadcast:
         counters = &self.counters[self.area]
         self.rounds[self.area] += 1
         return bool(self.wait_for(
-            &counters.consumed,
-            (self.rounds[self.area] - 1) * <uint32_t>(self.state.ranks - 1), timeout,
+            &counters.consumed, (self.rounds[self.area] - 1) * self.readers, timeout
         ))
 
     def publish(self):
         """Let the other ranks read what was put. Not collective."""
-        add32(&self.counters[self.area].published, 1)
-        ring(self.state.bell)
+        ring(&self.counters[self.area].published)
 
     def wait(self, double timeout):
         """Take part in a round as a rank that reads; return whether its bytes came in time.
@@ -117,8 +114,10 @@ cdef class SharedBroadcast:
 
     def consume(self):
         """Say that this rank has read the area. Not collective."""
-        add32(&self.counters[self.area].consumed, 1)
-        ring(self.state.bell)
+        cdef Bell *consumed = &self.counters[self.area].consumed
+        # Only the last one lets the rank that writes go on.
+        if add32(&consumed.rung, 1) == self.rounds[self.area] * self.readers:
+            wake(consumed)
 
     def memory(self, Py_ssize_t size):
         """Return the first `size` bytes of the round's area, as a tensor. Not collective."""

@@ -5,6 +5,7 @@ cdef struct Segment:
     int descriptor              # of the file of this rank's own piece, else -1
     unsigned long long device   # which file that is
     unsigned long long inode
+    int given_out               # the user has tensors there, see Note [Memory in forked children]
     int private                 # this process was forked: nobody shares it any more
     Segment *previous
     Segment *next

@@ -8,7 +8,15 @@ progress thread, the limits on /dev/shm in containers do not apply, nothing is l
 when a job is killed, and each piece lives as long as anybody maps it, so that a gradient
 may outlive its model and garbage collection is never collective.
 posix_fallocate takes the pages at once: too little memory is an error here instead of a
-bus error in backward, and the pages come from the memory next to their owner's core.
+bus error in backward.
+
+Note [Which pages]
+~~~~~~~~~~~~~~~~~~
+Linux takes a page from the memory of the NUMA node on which the thread runs that first asks for it.
+So each rank takes all pages of its own piece before the others know of it. From 2 MB on it asks for
+large pages. Where the kernel gives them to who asks (`advise` in
+/sys/kernel/mm/transparent_hugepage/shmem_enabled), posix_fallocate does not ask: a page fault in
+memory that was so advised does. So the pages are populated through the mapping first.
 
 Note [Memory in forked children]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -16,7 +24,11 @@ A child of fork() has the same mappings, so all ranks would train with what it w
 Therefore each rank keeps the file of its own piece open, and in a child that piece is mapped anew
 at the same address, as private. The child reads what is there. As long as it writes nothing, it
 also sees what its parent writes later; what it writes, nobody else sees. Nothing is copied at the
-fork. The pieces of other ranks are taken from the child; only the reducer knows their addresses.
+fork.
+That keeps the pages for as long as the child lives. So it is done only where a gradient of the user
+may lie there (`given_out`). Workers of a data loader, mostly forked before the first backward, get
+zeros that are their own, and keep no page of buckets that their parent has given back. The pieces
+of other ranks are taken from the child; only the reducer knows their addresses.
 All calls of the C library's fork() are seen, so those from libraries in other languages too.
 """
 
@@ -34,6 +46,7 @@ from mpiddp.system.posix cimport (
 cdef extern from "<sys/mman.h>" nogil:
     void *mmap(void *, size_t, int, int, int, long long)
     int munmap(void *, size_t)
+    int madvise(void *, size_t, int)
     const int PROT_NONE
     const int PROT_READ
     const int PROT_WRITE
@@ -53,7 +66,21 @@ cdef extern from "<sys/stat.h>" nogil:
 cdef extern from "<unistd.h>" nogil:
     int close(int)
 
+cdef extern from *:
+    """
+    #ifndef MADV_HUGEPAGE
+    #define MADV_HUGEPAGE 14
+    #endif
+    #ifndef MADV_POPULATE_WRITE
+    #define MADV_POPULATE_WRITE 23      /* Linux 5.14 */
+    #endif
+    """
+    const int MADV_HUGEPAGE
+    const int MADV_POPULATE_WRITE
+
 cdef enum:
+    LARGE_PAGES_FROM = 1 << 21
+
     # Of Linux 6.3 and newer; administrators may refuse files without it (vm.memfd_noexec).
     MFD_NOEXEC_SEAL = 0x0008
 
@@ -84,20 +111,24 @@ cdef int is_open(Segment *segment) noexcept nogil:
 cdef void after_fork_in_child() noexcept nogil:
     """Take all mappings out of the memory that the ranks share; no other thread runs yet."""
     cdef Segment *segment = segments
-    cdef int kept
+    cdef int kept, access
     while segment != NULL:
         kept = False
+        access = PROT_NONE
         if is_open(segment):
-            kept = mmap(
-                segment.address, segment.size, PROT_READ | PROT_WRITE,
-                MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, segment.descriptor, 0,
-            ) != MAP_FAILED
+            if segment.given_out:
+                kept = mmap(
+                    segment.address, segment.size, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, segment.descriptor, 0,
+                ) != MAP_FAILED
+            else:
+                access = PROT_READ | PROT_WRITE     # for flags that the reducer sets in a forward
             close(segment.descriptor)
             segment.descriptor = -1
         if not kept and not segment.private:
             # The addresses stay taken, so that `munmap` finds nobody else's memory there.
             mmap(
-                segment.address, segment.size, PROT_NONE,
+                segment.address, segment.size, access,
                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0,
             )
         segment.private = True
@@ -117,8 +148,8 @@ cdef class Mapping:
     Args:
         descriptor: of the file; it may be closed afterwards, unless it is `own`.
         size: in bytes.
-        own: the descriptor is closed with the mapping, and forked children keep the content, see
-            Note [Memory in forked children].
+        own: the descriptor is closed with the mapping, and the pages are taken, see Note [Which
+            pages]. Forked children may keep the content, see Note [Memory in forked children].
 
     Raises:
         OSError: the file cannot be mapped.
@@ -132,6 +163,11 @@ cdef class Mapping:
             raise OSError(errno, f"mmap of {size} bytes: {os.strerror(errno)}")
         self.address = <char *>address
         self.size = size
+        if size >= LARGE_PAGES_FROM:
+            # Not every kernel can, none need.
+            madvise(address, size, MADV_HUGEPAGE)
+            if own:
+                madvise(address, size, MADV_POPULATE_WRITE)
         segment.address = self.address
         segment.size = size
         segment.descriptor = -1
@@ -185,44 +221,50 @@ def allocate(node, Py_ssize_t size):
         OSError: some rank cannot make or map some piece, or asks for another size; raised on
             all ranks.
     """
-    cdef int descriptor = -1
     cdef Py_ssize_t rank
-    problem = ""
+    cdef Mapping own = None
+    problem = path = ""
     identity = None
     mappings = []
     try:
+        own = _make(size)
+        path = f"/proc/{os.getpid()}/fd/{own.segment.descriptor}"
+        identity = own.segment.device, own.segment.inode
+    except (AttributeError, MemoryError, OSError) as error:
+        problem = f"cannot make {size} bytes of shared memory: {error}"
+    pieces = node.allgather((path, identity, size, problem))
+    sizes = [their_size for _, _, their_size, _ in pieces]
+    if len(set(sizes)) > 1:
+        problem = f"sees ranks ask for different sizes of shared memory, in bytes: {sizes}"
+    elif not any(text for _, _, _, text in pieces):
         try:
-            descriptor = _create_file()
-            os.posix_fallocate(descriptor, 0, size)
-            identity = _identity(descriptor)
-        except (AttributeError, MemoryError, OSError) as error:
-            problem = f"cannot make {size} bytes of shared memory: {error}"
-        pieces = node.allgather(
-            (f"/proc/{os.getpid()}/fd/{descriptor}", identity, size, problem)
-        )
-        sizes = [their_size for _, _, their_size, _ in pieces]
-        if len(set(sizes)) > 1:
-            problem = f"sees ranks ask for different sizes of shared memory, in bytes: {sizes}"
-        elif not any(text for _, _, _, text in pieces):
-            try:
-                for rank, (path, expected, _, _) in enumerate(pieces):
-                    if rank == node.Get_rank():
-                        mappings.append(Mapping(descriptor, size, own=True))
-                        descriptor = -1
-                    else:
-                        mappings.append(_map(path, expected, size))
-            except (MemoryError, OSError) as error:
-                problem = f"cannot map the memory of rank {rank} of the node: {error}"
-        problems = [
-            f"rank {rank} of the {node.Get_size()} on {os.uname().nodename} {text}"
-            for rank, text in enumerate(node.allgather(problem)) if text
-        ]
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
+            for rank, (path, expected, _, _) in enumerate(pieces):
+                mappings.append(
+                    own if rank == node.Get_rank() else _map(path, expected, size)
+                )
+        except (MemoryError, OSError) as error:
+            problem = f"cannot map the memory of rank {rank} of the node: {error}"
+    problems = [
+        f"rank {rank} of the {node.Get_size()} on {os.uname().nodename} {text}"
+        for rank, text in enumerate(node.allgather(problem)) if text
+    ]
     if problems:
         raise OSError(problems[0])
     return mappings
+
+
+def _make(Py_ssize_t size):
+    """Return the mapping of a new piece, with all its pages."""
+    cdef Mapping own
+    descriptor = _create_file()
+    try:
+        os.ftruncate(descriptor, size)
+        own = Mapping(descriptor, size, own=True)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.posix_fallocate(descriptor, 0, size)
+    return own
 
 
 def _create_file():

@@ -352,3 +352,48 @@ def test_fork_while_gradients_travel(tmp_path: Path) -> None:
         assert statuses and not any(statuses), statuses
         """,
     )
+
+
+def test_children_keep_no_buckets_that_hold_nothing_of_theirs(tmp_path: Path) -> None:
+    """Of the first set, which is given back after one step; gradients that lie there stay."""
+    run(
+        tmp_path,
+        """
+        def pieces(process):
+            # Sizes in kB of the pieces of shared memory that a process maps.
+            lines = open(f"/proc/{process}/smaps").read().split("\\n")
+            starts = [number for number, line in enumerate(lines) if "memfd:mpiddp" in line]
+            return [int(lines[start + 1].split()[1]) for start in starts]
+
+
+        def forked(action):
+            child = os.fork()
+            if child == 0:
+                time.sleep(action())
+                os._exit(0)
+            return child
+
+
+        def big_step():
+            big.zero_grad()
+            big(torch.ones(1, 1000)).sum().backward()
+
+
+        big = DDP(torch.nn.Linear(1000, 1000), gradient_as_bucket_view=True)
+        pipe = os.pipe()
+        early = forked(lambda: 60)
+        big_step()
+        late = os.fork()
+        if late == 0:
+            os.read(pipe[0], 1)
+            os._exit(not (big.module.weight.grad == 1).all())
+        big_step()
+        big_step()
+        assert max(pieces(os.getpid())) > 3900
+        assert max(pieces(early), default=0) < 3900, pieces(early)
+        os.write(pipe[1], b"x")
+        assert os.waitpid(late, 0)[1] == 0
+        os.kill(early, signal.SIGKILL)
+        os.waitpid(early, 0)
+        """,
+    )

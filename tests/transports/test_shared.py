@@ -15,6 +15,8 @@ from replicas import RANK, SIZE, assert_replicated, bits, together
 from torch import nn
 
 from mpiddp import DistributedDataParallel as DDP
+from mpiddp.engine.single_all_reduce import SingleAllReduce
+from mpiddp.transports.shared_broadcast import SharedBroadcast
 
 pytestmark = pytest.mark.sizes
 several = pytest.mark.mpi(min_size=2)
@@ -57,6 +59,19 @@ class TestMemory:
         assert mappings() == before[1] + SIZE
         del pieces
         assert (descriptors(), mappings()) == before
+
+    @pytest.mark.skipif(
+        not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without them"
+    )
+    def test_large_pages_are_asked_for(self) -> None:
+        from mpi4py import MPI
+
+        from mpiddp.transports.shared_memory import allocate
+
+        small, large = (allocate(MPI.COMM_WORLD, size) for size in (1 << 20, 1 << 21))
+        asked = Path("/proc/self/smaps").read_text().count(" hg")
+        del small, large
+        assert asked - Path("/proc/self/smaps").read_text().count(" hg") == SIZE
 
     def test_different_sizes_are_refused(self) -> None:
         from mpi4py import MPI
@@ -184,6 +199,55 @@ def test_waiting_costs_no_processor_time() -> None:
     with together():
         assert used < 0.2
         assert bits(model.weight.grad)
+
+
+def sleeps() -> int:
+    """How often this thread has slept so far."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
+@several
+def test_the_last_rank_reduces_one_chunk_at_once() -> None:
+    """Before its next step, which may come late, and without waking anybody for it."""
+    from mpi4py import MPI
+
+    channel = DDP(nn.Linear(1, 1), transport="shared").reducer.channel
+    memory = channel.allocate([1000])[0]
+    reduction = SingleAllReduce(channel, memory, torch.float32, SIZE)
+    values = memory.buffer.view(torch.float32)
+    for last in range(SIZE):
+        values.fill_(RANK)
+        if last != RANK:
+            reduction.submit()
+        MPI.COMM_WORLD.Barrier()
+        if last == RANK:
+            reduction.submit()
+        MPI.COMM_WORLD.Barrier()
+        means = values.unique().tolist()
+        assert reduction.wait(60)
+        with together():
+            assert means == [(SIZE - 1) / 2]
+
+
+@pytest.mark.mpi(min_size=3)
+def test_readers_of_a_broadcast_do_not_wake_each_other() -> None:
+    from mpi4py import MPI
+
+    shared = SharedBroadcast(MPI.COMM_WORLD, 8, crowded=True)
+    counts = []
+    for _ in range(10):
+        before = sleeps()
+        if RANK == 0:
+            assert shared.begin(60)
+            time.sleep(0.06)
+            shared.publish()
+        else:
+            assert shared.wait(60)
+            counts.append(sleeps() - before)
+            time.sleep(0.02 * (RANK - 1))
+            shared.consume()
+    with together():
+        assert RANK != 1 or min(counts[1:]) == 1, counts
 
 
 @anywhere
