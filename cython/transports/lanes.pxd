@@ -15,5 +15,6 @@ cdef struct LaneState:
 cdef class LaneTransport:
     cdef LaneState state
     cdef object node
-    cdef readonly Wire wire
+    cdef readonly Wire wire     # None where this rank drives no lane
+    cdef object lane
     cdef object bell

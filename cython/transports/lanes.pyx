@@ -150,7 +150,7 @@ cdef class LaneTransport:
                 lane, chunk_bytes=chunk_bytes, window=window, ways=ways, group=group,
                 sums=max(sizes) > 1,
             )
-            lane.Free()
+        self.lane = lane
         # Collective, so it comes before what may fail on one rank alone.
         self.bell = make_bell(node, <size_t>&self.state.shared)
         if drives:
@@ -178,6 +178,7 @@ cdef class LaneTransport:
         """Free the communicators. Collective."""
         if self.wire is not None:
             self.wire.free()
+            self.lane.Free()
         self.node.Free()
 
     @property

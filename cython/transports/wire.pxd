@@ -29,10 +29,11 @@ cdef class Wire:
     cdef readonly size_t window
     cdef readonly object ways
     cdef char *memory
-    cdef list communicators
+    cdef list communicators     # to free
+    cdef object unused          # given, and not in use yet
     cdef connect(self, Transport *transport)
     cdef _add_level(self, Way way, communicator)
-    cdef MPI_Comm _duplicate(self, communicator) except *
+    cdef MPI_Comm _take(self, communicator) except *
 
 
 # Start averaging what these buffers hold; return an MPI error code. Chunks must start in the same

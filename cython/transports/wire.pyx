@@ -93,6 +93,7 @@ cdef class Wire:
         self.window = window
         self.ways = ways or dict.fromkeys((2, 4, 8), ((0, IALLREDUCE),))
         self.communicators = []
+        self.unused = communicator
         for bytes_of_element, sizes in self.ways.items():
             width = bits_of(bytes_of_element) - 1
             for k in range(SIZES):
@@ -102,8 +103,8 @@ cdef class Wire:
         # Collective, so it comes before what may fail on one rank alone.
         used = {name for sizes in self.ways.values() for _, name in sizes}
         if IALLREDUCE in used:
-            self.state.sums.comm = self._duplicate(communicator)
-            self.state.sums.comm_again = self._duplicate(communicator)
+            self.state.sums.comm = self._take(communicator)
+            self.state.sums.comm_again = self._take(communicator)
         if DIRECT in used:
             self.state.exchanges[<int>WAY_DIRECT].repeats = sums
             self._add_level(WAY_DIRECT, communicator)
@@ -112,8 +113,9 @@ cdef class Wire:
             rank = communicator.Get_rank()
             for colour in (rank // group, ranks + rank % group):
                 level = communicator.Split(colour, rank)
+                self.communicators.append(level)
+                self.unused = level
                 self._add_level(WAY_TWO_LEVELS, level)
-                level.Free()
 
     cdef _add_level(self, Way way, communicator):
         cdef ChunkExchange *exchange = &self.state.exchanges[<int>way]
@@ -123,16 +125,20 @@ cdef class Wire:
         level.members = communicator.Get_size()
         level.member = communicator.Get_rank()
         for again in range(2 if exchange.repeats else 1):
-            level.exchange[again] = self._duplicate(communicator)
-            level.gather[again] = self._duplicate(communicator)
+            level.exchange[again] = self._take(communicator)
+            level.gather[again] = self._take(communicator)
 
-    cdef MPI_Comm _duplicate(self, communicator) except *:
+    cdef MPI_Comm _take(self, communicator) except *:
+        """Return a communicator of the same ranks: at first this one, then duplicates."""
         from mpi4py import MPI
 
-        duplicate = communicator.Dup()
-        duplicate.Set_errhandler(MPI.ERRORS_RETURN)
-        self.communicators.append(duplicate)
-        return <MPI_Comm><size_t>duplicate.handle
+        taken = communicator
+        if self.unused is not communicator:
+            taken = communicator.Dup()
+            self.communicators.append(taken)
+        self.unused = None
+        taken.Set_errhandler(MPI.ERRORS_RETURN)
+        return <MPI_Comm><size_t>taken.handle
 
     cdef connect(self, Transport *transport):
         """Get the memory for chunks; errors of MPI will be left in `transport`."""
@@ -157,7 +163,7 @@ cdef class Wire:
                 raise MemoryError
 
     def free(self):
-        """Free the communicators. Collective."""
+        """Free what was made of the communicator. Collective."""
         for communicator in self.communicators:
             communicator.Free()
 
