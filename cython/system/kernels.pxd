@@ -59,6 +59,10 @@ cdef struct Kernels:
 cdef const Kernels *selected_kernels() noexcept nogil
 
 
+# Copy memory that does not overlap; the copy is in no cache afterwards, where that can be had.
+cdef void copy_past_cache(char *to, const char *from_, size_t bytes_) noexcept nogil
+
+
 cdef inline size_t element_bytes(ElementType element) noexcept nogil:
     if element == ELEMENT_FLOAT32:
         return 4

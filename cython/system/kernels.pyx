@@ -30,6 +30,7 @@ cdef extern from "kernels.h" nogil:
     enum:
         MPIDDP_MAX_KERNELS
     size_t mpiddp_available_kernels(const mpiddp_kernels **) noexcept
+    void mpiddp_copy_past_cache(void *, const void *, size_t) noexcept
 
 
 _ELEMENTS = {
@@ -48,6 +49,10 @@ cdef str _problem = ""
 
 cdef const Kernels *selected_kernels() noexcept nogil:
     return _selected
+
+
+cdef void copy_past_cache(char *to, const char *from_, size_t bytes_) noexcept nogil:
+    mpiddp_copy_past_cache(to, from_, bytes_)
 
 
 cdef _list():

@@ -15,6 +15,7 @@ from mpiddp import settings
 from mpiddp.engine.memory import BucketMemory, GpuMemory
 from mpiddp.gpu.runtime import runtime_of
 from mpiddp.mpi import nodes
+from mpiddp.system import caches, copying, helpers
 from mpiddp.transports import gpu_choice
 from mpiddp.transports.gpu_ring import GpuRingTransport
 from mpiddp.transports.gpu_staging import StagingTransport
@@ -144,6 +145,7 @@ def open_channel_of_one(engine: Engine, device: torch.device | None = None) -> C
         device: where the buckets will be; None for the CPU.
     """
     if device is None or runtime_of(device) is None:
+        _allow_helpers([(os.sched_getaffinity(0), torch.get_num_threads())])
         return engine.open_channel(None)
     return engine.open_channel(WorldOfOneMemory(device))
 
@@ -179,6 +181,8 @@ TRANSPORTS: tuple[str, ...] = ("auto", "shared", *MAKERS)
 
 def _open_host_channel(engine: Engine, communicator: MPI.Comm, name: str) -> Channel:
     node = nodes.ranks_of_node(communicator)
+    # Bound ranks see their own cores only.
+    cores = _allow_helpers(node.allgather((os.sched_getaffinity(0), torch.get_num_threads())))
     here = communicator.allgather((node.Get_rank(), node.Get_size()))
     ranks_here = [size for _, size in here]
 
@@ -194,7 +198,7 @@ def _open_host_channel(engine: Engine, communicator: MPI.Comm, name: str) -> Cha
     transport: SharedTransport | LaneTransport | None = None
     try:
         if min(ranks_here) == communicator.Get_size():
-            transport = _make_shared(node)
+            transport = _make_shared(node, cores)
         else:
             transport = LaneTransport(communicator, node)
     except OSError as error:
@@ -230,9 +234,23 @@ def shares_memory(channel: Channel) -> bool:
     return isinstance(transport, SharedTransport | LaneTransport)
 
 
-def _make_shared(node: MPI.Comm) -> SharedTransport:
-    # Bound ranks see their own cores only.
-    cores = len(set().union(*node.allgather(os.sched_getaffinity(0))))
+def _allow_helpers(ranks: Sequence[tuple[set[int], int]]) -> int:
+    """Let helpers copy and sum if the node has a core for each thread of its ranks.
+
+    Returns how many cores those are. Not collective.
+
+    Args:
+        ranks: the cores that each rank of the node may use, and how many threads torch has there.
+    """
+    cores = len(set[int]().union(*(own for own, _ in ranks)))
+    threads = torch.get_num_threads()
+    spare = sum(number for _, number in ranks) <= cores
+    helpers.allow(helpers.useful(threads - 1) if spare else 0)
+    copying.keep_in_cache(caches.share_of_cache(threads))
+    return cores
+
+
+def _make_shared(node: MPI.Comm, cores: int) -> SharedTransport:
     ranks = node.Get_size()
     spare = cores >= ranks * (torch.get_num_threads() + 1)
     return SharedTransport(
