@@ -6,8 +6,9 @@ Copies: from a gradient to its bucket, beside torch's `copy_` with one thread an
 after a computation (the other thread of OpenMP still spins) and 10 ms later. Before each, 48 MB of
 other memory go through the cache.
 Sums: two ranks, of which one sleeps while the other sums all of a bucket, its gradients in place.
-The candidates take turns. A machine that does other things delays threads; so besides the median
-there is the tenth part that was fastest.
+The candidates take turns. Each waits up to 0.1 s for a moment in which nothing else runs on the
+machine; a machine that is never at rest delays threads. So besides the median there is the tenth
+part that was fastest.
 """
 
 from __future__ import annotations
@@ -30,6 +31,14 @@ MB = 1 << 20
 COPIES = (1, 4, 16, 64)
 SUMS = (1, 4, 25, 100)
 APART = 10e-3
+
+
+def wait_for_rest() -> None:
+    """Wait until only this thread runs on the machine."""
+    limit = time.perf_counter() + 0.1
+    while time.perf_counter() < limit:
+        if Path("/proc/loadavg").read_text().split()[3].startswith("1/"):
+            return
 
 
 def figures(seconds: dict[str, list[float]]) -> list[str]:
@@ -72,6 +81,7 @@ def measure_copies(megabytes: int, rounds: int, pause: float) -> dict[str, list[
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, copy in candidates.items():
+            wait_for_rest()
             other.add_(1)
             torch.mm(matrix, matrix)
             time.sleep(pause)
@@ -97,10 +107,11 @@ def measure_sums(megabytes: int, rounds: int) -> dict[str, list[float]]:
         reducer.prepare_for_backward([])
         if rank == 0:
             time.sleep(5e-3)
+            wait_for_rest()
         began = time.perf_counter()
         reducer.run_hook(0)
         if rank == 1:
-            time.sleep(5e-3 + 5e-4 * megabytes)
+            time.sleep(0.12 + 5e-4 * megabytes)
         reducer.end_of_backward()
         return time.perf_counter() - began
 

@@ -51,7 +51,7 @@ cdef void copy(char *to, const char *from_, size_t bytes_, size_t total) noexcep
     if bytes_ < SMALL_BYTES or (to < from_ + bytes_ and from_ < to + bytes_):
         memmove(to, from_, bytes_)
         return
-    work.to, work.from_, work.bytes_, work.past_cache = to, from_, bytes_, total > _cached
+    work.to, work.from_, work.bytes_, work.past_cache = to, from_, bytes_, 2 * total > _cached
     share(copy_part, &work, (bytes_ + PART_BYTES - 1) // PART_BYTES, bytes_)
 
 

@@ -29,8 +29,29 @@ cdef extern from *:
     """
     static inline size_t mpiddp_take_part(size_t *next)
     { return __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); }
+
+    /* Keep threads off the core that this thread runs on, `core`, if they are not yet. Return 0
+     * if this thread may use no other one. */
+    #include <sched.h>
+    static inline int mpiddp_keep_off(const pthread_t *threads, int number, int *core)
+    {
+        cpu_set_t cores;
+        int here = sched_getcpu();
+        if (here < 0 || here == *core)
+            return 1;
+        if (pthread_getaffinity_np(pthread_self(), sizeof cores, &cores) == 0) {
+            CPU_CLR(here, &cores);
+            if (CPU_COUNT(&cores) == 0)
+                return 0;
+            while (number--)
+                pthread_setaffinity_np(threads[number], sizeof cores, &cores);
+        }
+        *core = here;
+        return 1;
+    }
     """
     size_t take_part "mpiddp_take_part"(size_t *) noexcept nogil
+    int keep_off "mpiddp_keep_off"(const pthread_t *, int, int *) noexcept nogil
 
 
 cdef enum:
@@ -53,6 +74,7 @@ cdef struct Pool:
     pthread_cond_t left         # no helper is inside any more
     pthread_t threads[MOST_HELPERS]
     int running
+    int core                    # which they are kept off
     int allowed                 # how many of them take part
     int stop
     int open                    # helpers may begin with the work
@@ -105,20 +127,29 @@ cdef void *helper_thread(void *number) noexcept nogil:
     return NULL
 
 
-cdef void share(Part do_part, void *argument, size_t parts, size_t bytes_) noexcept nogil:
-    cdef size_t part
-    cdef double limit
-    if (
-        pool.allowed == 0 or parts < 2 or bytes_ < SHARED_BYTES
-        or pthread_mutex_trylock(&pool.busy) != 0
-    ):
-        for part in range(parts):
-            do_part(argument, part)
-        return
+cdef bint take_pool() noexcept nogil:
+    """Have all helpers ready, and `busy` held, if they are free and have a core."""
+    if pthread_mutex_trylock(&pool.busy) != 0:
+        return False
     while pool.running < pool.allowed and create_thread_without_signals(
         &pool.threads[pool.running], helper_thread, <void *><size_t>pool.running
     ) == 0:
         pool.running += 1
+        pool.core = -1
+    # Linux may wake a helper on this thread's core, where it would only take turns with it.
+    if keep_off(pool.threads, pool.running, &pool.core):
+        return True
+    pthread_mutex_unlock(&pool.busy)
+    return False
+
+
+cdef void share(Part do_part, void *argument, size_t parts, size_t bytes_) noexcept nogil:
+    cdef size_t part
+    cdef double limit
+    if pool.allowed == 0 or parts < 2 or bytes_ < SHARED_BYTES or not take_pool():
+        for part in range(parts):
+            do_part(argument, part)
+        return
     pthread_mutex_lock(&pool.lock)
     pool.do_part, pool.argument, pool.parts, pool.next = do_part, argument, parts, 0
     pool.open = 1
