@@ -24,6 +24,7 @@ from mpiddp.system.posix cimport (
 )
 from mpiddp.engine.forks import check as check_process
 from mpiddp.engine.memory import allocate_private
+from mpiddp.system import helpers
 
 
 cdef class Engine:
@@ -129,13 +130,14 @@ cdef class Engine:
             self.close_channel(inner)
 
     def stop(self):
-        """Stop the thread and forget the channels; jobs in flight are abandoned.
+        """Stop the threads and forget the channels; jobs in flight are abandoned.
 
         Not collective. Harmless when called twice, and in a forked child, where
         the thread does not exist.
         """
         if self.process_id == getpid():
             self._stop_thread()
+            helpers.stop()
             pthread_mutex_lock(&self.state.progress_lock)
             self.state.channels = NULL
             self.state.pending = 0

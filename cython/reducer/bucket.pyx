@@ -55,9 +55,10 @@ from libc.string cimport memset
 import torch
 
 from mpiddp.engine.memory cimport BucketMemory
+from mpiddp.system.copying cimport convert
 from mpiddp.system.kernels cimport (
     ELEMENT_BFLOAT16, ELEMENT_FLOAT16, ELEMENT_FLOAT32, ELEMENT_FLOAT64, ElementType,
-    element_bytes, selected_kernels,
+    element_bytes,
 )
 
 
@@ -152,10 +153,10 @@ cdef int _convert(
     ElementType to, ElementType from_, char *out, const char *array, size_t count
 ) except -1:
     if count < RELEASE_GIL_ELEMENTS:
-        selected_kernels().convert(to, from_, out, array, count)
+        convert(to, from_, out, array, count)
     else:
         with nogil:
-            selected_kernels().convert(to, from_, out, array, count)
+            convert(to, from_, out, array, count)
     return 0
 
 

@@ -4,11 +4,11 @@ If a gradient and its place have their elements in the same order, memory is cop
 converted if the bucket converts; otherwise torch copies.
 """
 
-from libc.string cimport memmove
-
 import torch
 
 from mpiddp.reducer.bucket cimport Bucket, is_at, overlaps, same_layout
+from mpiddp.system.copying cimport copy
+from mpiddp.system.kernels cimport element_bytes
 from mpiddp.torch_internals.tensors cimport (
     dtype_code, gradients_are_within_reach, has_gradient, plain_gradient, plain_tensor,
     point_gradient,
@@ -66,7 +66,7 @@ cdef bint copy_to_view(
     elif address != NULL and view.dtype is bucket.dtype:
         if address == place.address:
             return True
-        _copy(place.address, address, place.bytes)
+        _copy(bucket, place.address, address, place.bytes)
     elif place.bytes and is_at(gradient, view):
         return True
     else:
@@ -102,7 +102,7 @@ cdef int write_gradient(
     if bucket.converts:
         bucket.widen(address, place.address, place.bytes)
     else:
-        _copy(address, place.address, place.bytes)
+        _copy(bucket, address, place.address, place.bytes)
     return 0
 
 
@@ -135,7 +135,7 @@ cdef bint copy_fast(
     cdef char *address = plain_gradient(parameter, view, place.dtype, contiguous)
     if address == NULL or address == place.address:
         return address != NULL
-    _copy(place.address, address, place.bytes)
+    _copy(bucket, place.address, address, place.bytes)
     if becomes_view:
         tensor = bucket.tensors[position]
         if tensor is None or plain_tensor(tensor, view, place.dtype, contiguous) != place.address:
@@ -144,13 +144,13 @@ cdef bint copy_fast(
     return True
 
 
-cdef int _copy(char *to, const char *from_, size_t bytes_) except -1:
-    # A gradient that the user has set may overlap its place.
+cdef int _copy(Bucket bucket, char *to, const char *from_, size_t bytes_) except -1:
+    cdef size_t total = bucket.job.count * element_bytes(bucket.job.element)
     if bytes_ < RELEASE_GIL_BYTES:
-        memmove(to, from_, bytes_)
+        copy(to, from_, bytes_, total)
     else:
         with nogil:
-            memmove(to, from_, bytes_)
+            copy(to, from_, bytes_, total)
     return 0
 
 

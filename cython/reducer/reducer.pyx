@@ -45,6 +45,7 @@ from mpiddp.reducer.bucket cimport INCOMPLETE, MISSED, Bucket
 from mpiddp.reducer.bucket_views cimport copy_fast
 from mpiddp.reducer.gpu_bucket cimport GpuBucket
 from mpiddp.reducer.state cimport ParameterState, ReducerState
+from mpiddp.system.helpers cimport has_helpers
 from mpiddp.system.posix cimport now
 from mpiddp.torch_internals.tensors cimport has_gradient
 from mpiddp.engine.forks import check as check_process
@@ -200,7 +201,9 @@ cdef class Reducer(ReducerState):
             self.mark_ready(index, parameter, parameter.grad, self.notice(index, parameter))
         if bucket.pending == 0 and state.bucket == self.next_bucket:
             self.launch_full_buckets()
-        self.channel.poke()
+        # After the last gradient, sums are left to the end of backward, which has helpers.
+        if self.ready < len(self.parameters) or not has_helpers():
+            self.channel.poke()
         return 0
 
     cdef int take_late(self) except -1:

@@ -83,6 +83,10 @@ cdef double scale_of(double divisor) noexcept nogil
 cdef const Kernels *selected_kernels() noexcept nogil
 
 
+# Copy memory that does not overlap; the copy is in no cache afterwards, where that can be had.
+cdef void copy_past_cache(char *to, const char *from_, size_t bytes_) noexcept nogil
+
+
 cdef inline size_t element_bytes(ElementType element) noexcept nogil:
     if element == ELEMENT_FLOAT32:
         return 4

@@ -37,6 +37,7 @@ cdef extern from "kernels.h" nogil:
         MPIDDP_MAX_KERNELS
     double mpiddp_scale(double) noexcept
     size_t mpiddp_available_kernels(const mpiddp_kernels **) noexcept
+    void mpiddp_copy_past_cache(void *, const void *, size_t) noexcept
 
 
 _ELEMENTS = {
@@ -59,6 +60,10 @@ cdef const Kernels *selected_kernels() noexcept nogil:
 
 cdef double scale_of(double divisor) noexcept nogil:
     return mpiddp_scale(divisor)
+
+
+cdef void copy_past_cache(char *to, const char *from_, size_t bytes_) noexcept nogil:
+    mpiddp_copy_past_cache(to, from_, bytes_)
 
 
 cdef _list():

@@ -36,6 +36,14 @@ cdef struct SharedBucket:
     int swept               # all chunks of this round are taken
 
 
+cdef struct Sweep:
+    # What all threads of a rank reduce of one bucket.
+    SharedState *state
+    Job *job
+    uint32_t first          # chunk to look at first
+    int reduced             # whether there was any left
+
+
 cdef struct SharedState:
     Transport transport     # first: the engine's pointer is a pointer to this
     Bell *bell

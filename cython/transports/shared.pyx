@@ -33,8 +33,9 @@ import torch
 from mpiddp.engine.interface cimport (
     ADVANCE_BLOCKED, ADVANCE_DONE, ADVANCE_PENDING, ADVANCE_SOME, Advance, Job, Transport,
 )
+from mpiddp.system.helpers cimport share
 from mpiddp.system.kernels cimport element_bytes, selected_kernels
-from mpiddp.system.posix cimport as_timespec
+from mpiddp.system.posix cimport as_timespec, store
 from mpiddp.transports.shared_memory cimport Mapping
 from mpiddp.engine.memory import BucketMemory
 from mpiddp.transports import shared_memory
@@ -180,25 +181,41 @@ cdef int take_chunk(SharedBucket *bucket, uint32_t chunk) noexcept nogil:
     return swap32(&bucket.claims[chunk], bucket.round - 1, bucket.round)
 
 
+cdef void sweep_chunk(void *argument, size_t part) noexcept nogil:
+    """Reduce a chunk if nobody has begun it; the first part is this rank's first own chunk."""
+    cdef Sweep *sweep = <Sweep *>argument
+    cdef SharedBucket *bucket = <SharedBucket *>sweep.job.context
+    cdef uint32_t chunk = <uint32_t>((sweep.first + part) % bucket.chunks)
+    if load32(&bucket.claims[chunk]) != bucket.round and take_chunk(bucket, chunk):
+        reduce_chunk(sweep.state, sweep.job, chunk)
+        store(&sweep.reduced, 1)
+
+
 cdef Advance advance(Transport *transport, Job *job, int helping) noexcept nogil:
     cdef SharedState *state = <SharedState *>transport
     cdef SharedBucket *bucket = <SharedBucket *>job.context
     cdef uint32_t chunk
+    cdef Sweep sweep
     cdef Advance status = ADVANCE_PENDING
     if not all_arrived(state, bucket):
         return ADVANCE_BLOCKED
+    if helping and not bucket.swept:
+        # This thread waits at the end of backward, which computes no more: see helpers.pyx.
+        bucket.swept = True
+        sweep.state, sweep.job, sweep.first, sweep.reduced = state, job, bucket.next_own, 0
+        bucket.next_own = bucket.end_of_own
+        share(
+            sweep_chunk, &sweep, bucket.chunks,
+            state.ranks * job.count * element_bytes(job.element),
+        )
+        if sweep.reduced:
+            status = ADVANCE_SOME
     while bucket.next_own < bucket.end_of_own:
         chunk = bucket.next_own
         bucket.next_own += 1
         if take_chunk(bucket, chunk):
             reduce_chunk(state, job, chunk)
             status = ADVANCE_SOME
-    if helping and not bucket.swept:
-        bucket.swept = True
-        for chunk in range(bucket.chunks):
-            if load32(&bucket.claims[chunk]) != bucket.round and take_chunk(bucket, chunk):
-                reduce_chunk(state, job, chunk)
-                status = ADVANCE_SOME
     if all_finished(bucket):
         return ADVANCE_DONE
     return status

@@ -15,7 +15,7 @@ from mpiddp import settings
 from mpiddp.engine.memory import BucketMemory, GpuMemory
 from mpiddp.gpu.runtime import runtime_of
 from mpiddp.mpi import nodes
-from mpiddp.system import cores
+from mpiddp.system import caches, copying, cores, helpers
 from mpiddp.transports import gpu_choice
 from mpiddp.transports.gpu_ring import GpuRingTransport
 from mpiddp.transports.gpu_staging import StagingTransport
@@ -147,6 +147,7 @@ def open_channel_of_one(engine: Engine, device: torch.device | None = None) -> C
         device: where the buckets will be; None for the CPU.
     """
     if device is None or runtime_of(device) is None:
+        _allow_helpers([(cores.available(), torch.get_num_threads())])
         return engine.open_channel(None)
     return engine.open_channel(WorldOfOneMemory(device))
 
@@ -223,6 +224,8 @@ TRANSPORTS: tuple[str, ...] = ("auto", "shared", *MAKERS)
 
 def _open_host_channel(engine: Engine, communicator: MPI.Comm, name: str) -> Channel:
     node = nodes.ranks_of_node(communicator)
+    # Bound ranks see their own cores only.
+    core_count = _allow_helpers(node.allgather((cores.available(), torch.get_num_threads())))
     here = communicator.allgather((node.Get_rank(), node.Get_size()))
     ranks_here = [size for _, size in here]
 
@@ -238,7 +241,7 @@ def _open_host_channel(engine: Engine, communicator: MPI.Comm, name: str) -> Cha
     transport: SharedTransport | LaneTransport | None = None
     try:
         if min(ranks_here) == communicator.Get_size():
-            transport = _make_shared(node)
+            transport = _make_shared(node, core_count)
         else:
             node_count = sum(rank == 0 for rank, _ in here)
             plan = plan_wire(node_count, lanes=min(ranks_here))
@@ -276,9 +279,24 @@ def shares_memory(channel: Channel) -> bool:
     return isinstance(transport, SharedTransport | LaneTransport)
 
 
-def _make_shared(node: MPI.Comm) -> SharedTransport:
-    count = nodes.count_cores(node, cores.available())
-    spare = count >= node.Get_size() * (torch.get_num_threads() + 1)
+def _allow_helpers(ranks: Sequence[tuple[set[int], int]]) -> int:
+    """Let helpers copy and sum if the node has a core for each thread of its ranks.
+
+    Returns how many cores those are. Not collective.
+
+    Args:
+        ranks: the cores that each rank of the node may use, and how many threads torch has there.
+    """
+    core_count = len(set[int]().union(*(own for own, _ in ranks)))
+    threads = torch.get_num_threads()
+    spare = sum(number for _, number in ranks) <= core_count
+    helpers.allow(helpers.useful(threads - 1) if spare else 0)
+    copying.keep_in_cache(caches.share_of_cache(threads))
+    return core_count
+
+
+def _make_shared(node: MPI.Comm, core_count: int) -> SharedTransport:
+    spare = core_count >= node.Get_size() * (torch.get_num_threads() + 1)
     return SharedTransport(
         node,
         crowded=nodes.is_crowded(node),

@@ -258,10 +258,10 @@ class TestChoice:
         assert type(transport).__name__ == ("SharedTransport" if SIZE > 1 else "NoneType")
 
     def test_wrong_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(ValueError, match="transport must be one of auto, shared, exchange, mpi, not 'x'"):
+        with pytest.raises(ValueError, match="must be one of auto, shared, exchange, mpi, not 'x'"):
             DDP(nn.Linear(1, 1), transport="x")
         monkeypatch.setenv("MPIDDP_TRANSPORT", "y")
-        with pytest.raises(ValueError, match="MPIDDP_TRANSPORT must be auto, shared, exchange or mpi"):
+        with pytest.raises(ValueError, match="MPIDDP_TRANSPORT must be auto, shared"):
             DDP(nn.Linear(1, 1))
         assert DDP(nn.Linear(1, 1), transport="mpi")
 
