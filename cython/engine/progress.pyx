@@ -38,6 +38,8 @@ cdef double NAPS_TO_WAKING = 100
 cdef double SPIN_BEFORE_SLEEP = 50e-6
 cdef double SIGNAL_CHECK = 0.1
 cdef double ALERT = 10e-3
+# Waking that takes so many times as long as others has moved something.
+cdef double MOVED = 3
 
 
 cdef enum:
@@ -168,10 +170,13 @@ cdef void *engine_thread(void *argument) noexcept nogil:
             state.on_thread = 0
             pthread_mutex_unlock(&state.progress_lock)
         running = processor_time()
+        # MPI does not tell what it has done inside of a collective; the time that it took does.
+        if not advanced and waking:
+            advanced = running - ran > MOVED * waking
         if advanced:
             nap = NAP_SHORTEST
         else:
-            # What one wake-up costs, averaged over the last few.
+            # What one wake-up costs in which nothing was there, averaged over the last few.
             waking += 0.2 * (running - ran - waking)
             longest = min(max(NAPS_TO_WAKING * waking, NAP_LONGEST), NAP_LIMIT)
             nap = min(2 * nap, longest)

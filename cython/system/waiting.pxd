@@ -9,7 +9,7 @@ cdef extern from *:
     """
     /* Seconds, chosen by the project's measurements of waiting ranks. */
     #define MPIDDP_SPIN 20e-6
-    #define MPIDDP_YIELD 1e-3
+    #define MPIDDP_YIELD 200e-6
     #define MPIDDP_SLEEP_SHORTEST 50e-6
     #define MPIDDP_SLEEP_LONGEST 1e-3
     """
