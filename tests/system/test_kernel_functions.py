@@ -445,6 +445,56 @@ class TestRanges:
             expected = mean(buffers.columns(first, count), dtype, divisor)
             buffers.assert_now(first, count, expected)
 
+    @pytest.mark.thorough(keep=18)
+    def test_mean_to(self, name: str, dtype: torch.dtype, ranks: int) -> None:
+        for buffers, first, count, divisor in cases(dtype, ranks):
+            out = torch.full((count + 5,), 7, dtype=dtype)
+            kernels.mean_to(name, out[3:], buffers.tensors, first, count, divisor)
+            expected = mean(buffers.columns(first, count), dtype, divisor)
+            assert_same(bits_of(out[3 : count + 3]), expected, dtype)
+            assert (out[:3] == 7).all()
+            assert (out[count + 3 :] == 7).all()
+            buffers.assert_now(first, count, None)
+
+    @pytest.mark.thorough(keep=18)
+    def test_scaled_sum_as_element(self, name: str, dtype: torch.dtype, ranks: int) -> None:
+        for buffers, first, count, divisor in cases(dtype, ranks):
+            out = torch.full((count + 5,), 7, dtype=dtype)
+            kernels.scaled_sum_as_element(name, out[3:], buffers.tensors, first, count, divisor)
+            total = total_of(buffers.columns(first, count), dtype, scale_of(divisor))
+            assert_same(bits_of(out[3 : count + 3]), encode(total.astype(np.float64), dtype), dtype)
+            assert (out[:3] == 7).all()
+            assert (out[count + 3 :] == 7).all()
+            buffers.assert_now(first, count, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("name", VARIANTS)
+class TestSpecialElements:
+    def test_one_is_found_anywhere(self, name: str, dtype: torch.dtype) -> None:
+        largest = torch.finfo(dtype).max
+        array = torch.full((2600,), largest, dtype=dtype)
+        array[1::2] = -largest
+        for count in (0, 1, 7, 1024, 2600):
+            assert kernels.are_finite(name, array[:count])
+        for place in (0, 1, 1023, 1024, 2599):
+            for special in (torch.inf, -torch.inf, torch.nan):
+                changed = array.clone()
+                changed[place] = special
+                assert not kernels.are_finite(name, changed)
+                assert kernels.are_finite(name, changed[:place])
+
+    def test_they_are_replaced(self, name: str, dtype: torch.dtype) -> None:
+        bits = np.concatenate([special_bits(dtype), random_bits(3000, dtype, seed=21)])
+        if dtype in HALVES:
+            bits = every_half()
+        other = random_bits(len(bits) + 3, dtype, seed=22)
+        array = from_bits(bits, dtype)
+        kernels.replace_special(name, array, from_bits(other, dtype))
+        finite = np.isfinite(decode(bits, dtype))
+        expected = np.where(finite, bits, other[: len(bits)]).astype(bits.dtype)
+        assert bits_of(array).tobytes() == expected.tobytes()
+
 
 @pytest.mark.parametrize("divisor", [1, 2, 3, 1000, 0.5, 0.3, 2.0**-130, 2.0**140])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
