@@ -99,7 +99,8 @@ TRANSPORT = Setting(
     "auto, shared, exchange or mpi",
     "auto",
     "How gradients travel where DistributedDataParallel is not told by `transport`: in memory "
-    "that the ranks of a node share, or by MPI_Iallreduce alone. auto takes what is faster.",
+    "that the ranks of a node share, by an exchange among all ranks, or by MPI_Iallreduce. auto "
+    "takes what is faster.",
     True,
     _one_of("auto", "shared", "exchange", "mpi"),
     "auto",

@@ -44,6 +44,7 @@ from mpiddp.torch_internals.compiler import compile_what_it_calls, skip_compilat
 from mpiddp.transports.choice import (
     BUCKET_BYTES_BETWEEN_NODES,
     BUCKET_BYTES_INSIDE_NODE,
+    MAKERS,
     requested_transport,
     sends_messages,
 )
@@ -98,8 +99,8 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
         forward_sync_buffers: whether rank 0's buffers are copied to all ranks at each forward;
             None is True.
         transport: how gradients travel: "shared" (in memory that the ranks of a node share),
-            "mpi" (MPI_Iallreduce), or "auto", which takes what is faster. None is the environment
-            variable MPIDDP_TRANSPORT, else "auto".
+            "exchange" (each rank adds a slice of all), "mpi" (MPI_Iallreduce), or "auto", which
+            takes what is faster. None is the environment variable MPIDDP_TRANSPORT, else "auto".
 
     Raises:
         TypeError: `module` is not a module, `process_group` not of mpiddp, a flag not a bool, or
@@ -335,7 +336,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
         tensors = self.modules_buffers if bufs is None else bufs
         if not tensors or self.process_group.size() == 1:
             return
-        if authoritative_rank == 0 and self._transport != "mpi":
+        if authoritative_rank == 0 and self._transport not in MAKERS:
             with torch.no_grad():
                 if self.process_group.broadcast_state(tensors):
                     return
