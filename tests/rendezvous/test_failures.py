@@ -233,7 +233,11 @@ print("still here")
     assert job.seconds_after_failure < AT_ONCE
 
 
-def test_killed_rank_ends_the_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["auto", "exchange", "mpi"], ids="over {}".format)
+def test_killed_rank_ends_the_job(
+    tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPIDDP_TRANSPORT", transport)
     job = run(
         tmp_path,
         INIT
@@ -254,12 +258,17 @@ print("still here")
 
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
-    "thread",
-    [pytest.param("1", id="thread"), pytest.param("0", id="no thread", marks=pytest.mark.once)],
+    ("transport", "thread"),
+    [
+        pytest.param("auto", "1", id="thread"),
+        pytest.param("auto", "0", id="no thread", marks=pytest.mark.once),
+        pytest.param("exchange", "1", id="exchange"),
+    ],
 )
 def test_backward_on_one_rank_less(
-    tmp_path: Path, thread: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, transport: str, thread: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("MPIDDP_TRANSPORT", transport)
     monkeypatch.setenv("MPIDDP_PROGRESS_THREAD", thread)
     job = run(
         tmp_path,
