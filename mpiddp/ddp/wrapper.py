@@ -100,7 +100,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
             None is True.
         transport: how gradients travel: "shared" (in memory that the ranks of a node share),
             "exchange" (each rank adds a slice of all), "mpi" (MPI_Iallreduce), or "auto", which
-            takes what is faster. None is the environment variable MPIDDP_TRANSPORT, else "auto".
+            takes what is faster. None is MPIDDP_TRANSPORT from the environment, else "auto".
 
     Raises:
         TypeError: `module` is not a module, `process_group` not of mpiddp, a flag not a bool, or
