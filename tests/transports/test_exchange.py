@@ -31,7 +31,6 @@ NODES = {
     "backwards": ([1, 0, 0, 1, 2, 0, 2, 1], "direct"),
     "one and three": ([0, 1, 1, 1, 2, 2, 2, 2], "direct"),
     "two levels": ([0, 1, 2, 3, 4, 5, 6, 7], "two-level"),
-    "two levels of two": ([0, 0, 1, 1, 2, 2, 3, 3], "two-level"),
 }
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
 HOOKS = {torch.float16: compression.fp16, torch.bfloat16: compression.bf16}
