@@ -13,7 +13,9 @@ from posix.time cimport CLOCK_MONOTONIC
 from mpi4py.libmpi cimport MPI_COMM_NULL, MPI_Comm
 
 from mpiddp.engine.forks cimport is_child
-from mpiddp.engine.progress cimport SIGNAL_CHECK, drive, engine_thread, enqueue, step_channels
+from mpiddp.engine.progress cimport (
+    SIGNAL_CHECK, drive, engine_thread, enqueue, hears, step_channels, wake_thread,
+)
 from mpiddp.mpi.errors cimport check, check_errno
 from mpiddp.system.posix cimport (
     CPU_SET, CPU_ZERO, cpu_set_t, create_thread_without_signals, getpid, load, now,
@@ -163,7 +165,7 @@ cdef class Engine:
             return
         pthread_mutex_lock(&self.state.channels_lock)
         self.state.stop = 1
-        pthread_cond_signal(&self.state.wake)
+        wake_thread(self.state)
         pthread_mutex_unlock(&self.state.channels_lock)
         with nogil:
             pthread_join(self.state.thread, NULL)
@@ -180,13 +182,16 @@ cdef class Engine:
         """Counters of the gradient traffic since the engine was made, by name.
 
         ``submitted``: all-reduces; ``chunks``: chunks that finished, of which ``thread_chunks`` on
-        the engine thread; ``naps``: times that thread slept.
+        the engine thread; ``naps``: times that thread slept; ``heard`` and ``missed``: how often
+        lately something moved after a sleep that a socket ended, and after others.
         """
         return {
             "submitted": self.state.submitted,
             "chunks": self.state.chunks,
             "thread_chunks": self.state.thread_chunks,
             "naps": self.state.naps,
+            "heard": self.state.heard,
+            "missed": self.state.missed,
         }
 
     def progress(self):
@@ -244,13 +249,19 @@ cdef class Channel:
         cdef ChannelState *channel = &self.state
         cdef double until
         cdef int ended = load(&job.done)
+        cdef int served
         if ended:
             return WAIT_DONE
         if is_child():
             check_process("the wait for an all-reduce")
+        # The engine's thread moves the messages, and this one sleeps until another rank wakes it.
+        served = (
+            state.running and channel.transport.wants_thread and channel.transport.sleep != NULL
+            and hears(state)
+        )
         with nogil:
             pthread_mutex_lock(&state.channels_lock)
-            state.waiters += 1
+            state.waiters += not served
             pthread_mutex_unlock(&state.channels_lock)
         try:
             while not ended:
@@ -258,7 +269,7 @@ cdef class Channel:
                 if patience:
                     until = max(deadline, channel.last_progress) + patience
                 with nogil:
-                    ended = drive(state, channel, job, min(until, now() + SIGNAL_CHECK))
+                    ended = drive(state, channel, job, min(until, now() + SIGNAL_CHECK), served)
                 if not ended:
                     PyErr_CheckSignals()
                     if patience:
@@ -267,7 +278,7 @@ cdef class Channel:
                         return WAIT_TIMED_OUT
         finally:
             pthread_mutex_lock(&state.channels_lock)
-            state.waiters -= 1
+            state.waiters -= not served
             if state.asleep and state.pending:
                 pthread_cond_signal(&state.wake)
             pthread_mutex_unlock(&state.channels_lock)

@@ -98,6 +98,7 @@ cdef struct EngineState:
     int stop
     int waiters
     int asleep                      # it sleeps until woken; a nap does not count
+    int listening                   # it naps until a socket has news, see Note [Woken by sockets]
     double alert_until              # until then, after a quiet job, it naps instead of sleeping
     size_t pending                  # jobs submitted and not done, all channels
     ChannelState *channels
@@ -106,6 +107,8 @@ cdef struct EngineState:
     size_t naps
     size_t thread_chunks
     int on_thread                   # whether the current step runs on the engine thread
+    size_t heard                    # steps that moved something after news from a socket, lately
+    size_t missed                   # and after a sleep that no socket ended
 
 
 cdef inline void fail(EngineState *state, ChannelState *channel, int code) noexcept nogil:

@@ -9,7 +9,12 @@ cdef void enqueue(EngineState *state, ChannelState *channel, Job *job) noexcept 
 # Take one step on every channel. The caller holds `progress_lock`.
 cdef int step_channels(EngineState *state, int helping) noexcept nogil
 cdef void *engine_thread(void *argument) noexcept nogil
-# Make progress until `job` is done, its channel failed, or `until` passed.
+# Whether sockets tell when messages come.
+cdef int hears(EngineState *state) noexcept nogil
+# End a nap of the engine's thread. The caller holds `channels_lock`.
+cdef void wake_thread(EngineState *state) noexcept nogil
+# Make progress until `job` is done, its channel failed, or `until` passed. `served`: the engine's
+# thread moves the messages meanwhile.
 cdef int drive(
-    EngineState *state, ChannelState *channel, Job *job, double until
+    EngineState *state, ChannelState *channel, Job *job, double until, int served
 ) noexcept nogil

@@ -14,6 +14,13 @@ thread at a time, the holder of `progress_lock`:
   spins briefly, then yields, then sleeps, so that ranks that outnumber the cores
   do not take time from each other.
 * without an engine thread, each hook takes one step (`poke`).
+
+Where the network is TCP, sleeps and naps end when a message comes, see
+Note [Woken by sockets] in system/sockets.pyx. Where that has proved right lately
+(`hears`), the waiter need not yield before it sleeps. One that sleeps until another
+rank wakes it cannot listen as well: there the engine's thread goes on (`served`).
+A thread that waits asks for short time slices. Linux then gives it the core
+at once when it wakes up, also from a program that uses all of it.
 """
 
 from mpi4py.libmpi cimport MPI_SUCCESS
@@ -27,7 +34,8 @@ from mpiddp.system.posix cimport (
     pthread_cond_wait, pthread_mutex_lock, pthread_mutex_trylock, pthread_mutex_unlock,
     sched_yield, store, wait_for_signal,
 )
-from mpiddp.system.waiting cimport YIELD, give_way, sleep_after
+from mpiddp.system.sockets cimport has_sockets, interrupt, listen
+from mpiddp.system.waiting cimport SPIN, YIELD, give_way, sleep_after
 
 
 # How long to nap and wait, in seconds: see docs/explanation/thread.md for the measurements.
@@ -46,6 +54,59 @@ cdef enum:
     # The shortest that Linux grants: when a message has come, a backward on the same core is
     # interrupted at once instead of 3 ms later.
     SLICE_NANOSECONDS = 100000
+    HAS_LISTENED = 1
+    HAS_NEWS = 2
+    # Sockets are believed when they have told of so many more messages than they missed, ...
+    BELIEVED = 4
+    # ... among so many.
+    REMEMBERED = 64
+
+
+cdef int hears(EngineState *state) noexcept nogil:
+    return state.heard >= state.missed + BELIEVED
+
+
+cdef int step_after_sleep(EngineState *state, int helping, int news) noexcept nogil:
+    """Take one step; or two, if a socket had news: one to read them, one to go on with them."""
+    cdef int advanced = step_channels(state, helping)
+    if not advanced and news:
+        advanced = step_channels(state, helping)
+    return advanced
+
+
+cdef void learn(EngineState *state, int told) noexcept nogil:
+    """Count something that moved after sleeps, in which a socket told so or not.
+
+    The caller holds `progress_lock`.
+    """
+    if told:
+        state.heard += 1
+    else:
+        state.missed += 1
+    if state.heard + state.missed == REMEMBERED:
+        state.heard //= 2
+        state.missed //= 2
+
+
+cdef void wake_thread(EngineState *state) noexcept nogil:
+    if state.listening:
+        interrupt()
+    else:
+        pthread_cond_signal(&state.wake)
+
+
+cdef int nap_for(EngineState *state, double seconds) noexcept nogil:
+    """Nap, with `channels_lock` held before and after; return whether a socket had news."""
+    cdef int news
+    if not has_sockets():
+        wait_for_signal(&state.wake, &state.channels_lock, seconds)
+        return False
+    state.listening = 1
+    pthread_mutex_unlock(&state.channels_lock)
+    news = listen(seconds)
+    pthread_mutex_lock(&state.channels_lock)
+    state.listening = 0
+    return news
 
 
 cdef int job_is_done(Job *job) noexcept nogil:
@@ -137,7 +198,7 @@ cdef void enqueue(EngineState *state, ChannelState *channel, Job *job) noexcept 
         if transport.quiet:
             state.alert_until = now() + ALERT
         if state.running and not state.waiters and (state.asleep or not transport.quiet):
-            pthread_cond_signal(&state.wake)
+            wake_thread(state)
     pthread_mutex_unlock(&state.channels_lock)
 
 
@@ -147,7 +208,7 @@ cdef void *engine_thread(void *argument) noexcept nogil:
     cdef double longest = NAP_LONGEST
     cdef double ran = processor_time()
     cdef double running, waking = 0
-    cdef int advanced
+    cdef int advanced, news = False, told = False
     name_thread("mpiddp engine")
     ask_for_slices(SLICE_NANOSECONDS)
     pthread_mutex_lock(&state.channels_lock)
@@ -166,9 +227,14 @@ cdef void *engine_thread(void *argument) noexcept nogil:
         advanced = 0
         if pthread_mutex_trylock(&state.progress_lock) == 0:
             state.on_thread = 1
-            advanced = step_channels(state, False)
+            advanced = step_after_sleep(state, False, news)
             state.on_thread = 0
+            told |= news
+            if advanced and has_sockets():
+                learn(state, told)
+                told = False
             pthread_mutex_unlock(&state.progress_lock)
+        news = False
         running = processor_time()
         # MPI does not tell what it has done inside of a collective; the time that it took does.
         if not advanced and waking:
@@ -184,49 +250,66 @@ cdef void *engine_thread(void *argument) noexcept nogil:
         pthread_mutex_lock(&state.channels_lock)
         if not state.stop and not state.waiters:
             state.naps += 1
-            wait_for_signal(&state.wake, &state.channels_lock, nap)
+            news = nap_for(state, nap)
     pthread_mutex_unlock(&state.channels_lock)
     return NULL
 
 
-cdef void relax(
-    EngineState *state, Transport *transport, unsigned int ticket, double idle
+cdef int relax(
+    EngineState *state, Transport *transport, unsigned int ticket, double idle, int served
 ) noexcept nogil:
-    """Give up the core; sleep as soon as spinning does not pay, if other ranks wake this one."""
-    if transport.sleep != NULL and not state.pending:
-        # No messages to move: another rank's bell is all that this one waits for.
+    """Give up the core; sleep as soon as spinning does not pay, if something wakes this thread.
+
+    Return HAS_LISTENED if that was to sockets, with HAS_NEWS if one had news, else 0.
+    """
+    if transport.sleep != NULL and (served or not state.pending):
+        # Messages are none or not this thread's: another rank's bell is all that it waits for.
         if transport.crowded or idle > SPIN_BEFORE_SLEEP:
             transport.sleep(transport, ticket, SIGNAL_CHECK)
     elif transport.sleep != NULL and idle > YIELD:
         transport.sleep(transport, ticket, sleep_after(idle))
+    elif transport.sleep == NULL and idle > (SPIN if hears(state) else YIELD) and has_sockets():
+        return HAS_LISTENED | (HAS_NEWS if listen(sleep_after(idle)) else 0)
     else:
         give_way(idle)
+    return 0
 
 
 cdef int drive(
-    EngineState *state, ChannelState *channel, Job *job, double until
+    EngineState *state, ChannelState *channel, Job *job, double until, int served
 ) noexcept nogil:
-    """Make progress until `job` is done, its channel failed, or `until` passed."""
     cdef Transport *transport = channel.transport
     cdef double idle_since = now()
     cdef double time
+    cdef unsigned long long slices = 0
     cdef unsigned int ticket = 0
-    cdef int advanced
+    cdef int advanced, sleep = 0, told = 0, asked = False
     while not load(&job.done) and not channel.failure:
         if transport.take_ticket != NULL:
             ticket = transport.take_ticket(transport)
         # If another thread holds the lock, nothing was tested here: do not sleep.
         advanced = 1
         if pthread_mutex_trylock(&state.progress_lock) == 0:
-            advanced = step_channels(state, True)
+            advanced = step_after_sleep(state, True, sleep & HAS_NEWS)
+            told |= sleep
+            if advanced:
+                if told:
+                    learn(state, told & HAS_NEWS)
+                told = 0
             pthread_mutex_unlock(&state.progress_lock)
         else:
             sched_yield()
+        sleep = 0
         time = now()
         if time > until:
-            return 0
+            break
         if advanced:
             idle_since = time
-        else:
-            relax(state, transport, ticket, time - idle_since)
-    return 1
+            continue
+        if state.pending and not asked:
+            slices = ask_for_slices(SLICE_NANOSECONDS)
+            asked = True
+        sleep = relax(state, transport, ticket, time - idle_since, served)
+    if asked:
+        ask_for_slices(slices)
+    return load(&job.done) or channel.failure

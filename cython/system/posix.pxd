@@ -84,22 +84,27 @@ cdef extern from *:
         uint64_t runtime, deadline, period;
     };
 
-    static inline void mpiddp_ask_for_slices(uint64_t nanoseconds)
+    static inline uint64_t mpiddp_ask_for_slices(uint64_t nanoseconds)
     {
         struct mpiddp_scheduling attributes;
-        if (syscall(SYS_sched_getattr, 0, &attributes, sizeof attributes, 0) == 0
-            && attributes.policy == 0) {
-            attributes.runtime = nanoseconds;
-            syscall(SYS_sched_setattr, 0, &attributes, 0);
-        }
+        uint64_t before;
+        if (syscall(SYS_sched_getattr, 0, &attributes, sizeof attributes, 0) != 0
+            || attributes.policy != 0)
+            return 0;
+        before = attributes.runtime;
+        attributes.runtime = nanoseconds;
+        syscall(SYS_sched_setattr, 0, &attributes, 0);
+        return before;
     }
 
     static inline void mpiddp_name_thread(const char *name)
     { pthread_setname_np(pthread_self(), name); }
     """
-    # Give the calling thread time slices of this length. Linux grants shorter slices sooner.
-    # Kernels before 6.12 ignore it, and so do other policies than SCHED_OTHER.
-    void ask_for_slices "mpiddp_ask_for_slices"(unsigned long long nanoseconds) noexcept nogil
+    # Give the calling thread time slices of this length; return what it had before, or 0 for the
+    # default. Linux grants shorter slices sooner. Kernels before 6.12 ignore it, and so do other
+    # policies than SCHED_OTHER.
+    unsigned long long ask_for_slices "mpiddp_ask_for_slices"(
+        unsigned long long nanoseconds) noexcept nogil
     void name_thread "mpiddp_name_thread"(const char *name) noexcept nogil
     int load "mpiddp_load"(const int *) noexcept nogil
     void store "mpiddp_store"(int *, int) noexcept nogil

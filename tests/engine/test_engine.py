@@ -69,7 +69,8 @@ class TestCounters:
 
     def test_names(self) -> None:
         counters = DDP(nn.Linear(1, 1)).process_group.engine.counters
-        assert set(counters) == {"submitted", "chunks", "thread_chunks", "naps"}
+        names = {"submitted", "chunks", "thread_chunks", "naps", "heard", "missed"}
+        assert set(counters) == names
 
 
 class TestLifeCycle:

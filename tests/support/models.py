@@ -8,6 +8,17 @@ import torch
 from torch import Tensor, nn
 
 
+class Given(nn.Module):
+    """One parameter, handed out as it is: its gradient is what backward is given."""
+
+    def __init__(self, elements: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.parameter = nn.Parameter(torch.zeros(elements, dtype=dtype))
+
+    def forward(self) -> Tensor:
+        return self.parameter.view_as(self.parameter)
+
+
 class GivenGradients(nn.Module):
     """Parameters whose gradients are exactly what the forward call is given.
 

@@ -3,17 +3,14 @@
 The reference adds in the same order and rounds where a number is sent.
 """
 
-import os
-import shutil
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-import mpirun
 import pytest
 import torch
 import torch.distributed as dist
+from models import Given
 from replicas import RANK, SIZE, together
 from torch import Tensor, nn
 
@@ -34,17 +31,6 @@ NODES = {
 }
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
 HOOKS = {torch.float16: compression.fp16, torch.bfloat16: compression.bf16}
-
-
-class Given(nn.Module):
-    """One parameter, handed out as it is."""
-
-    def __init__(self, elements: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.parameter = nn.Parameter(torch.zeros(elements, dtype=dtype))
-
-    def forward(self) -> Tensor:
-        return self.parameter.view_as(self.parameter)
 
 
 class Layout(NamedTuple):
@@ -249,74 +235,3 @@ def test_wire_checks_its_settings() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             Wire(MPI.COMM_SELF, **settings)  # type: ignore[arg-type]
-
-
-COUNT_BYTES = """
-import sys, torch, torch.distributed as dist, mpiddp
-from mpiddp import compression
-
-def sent():
-    dist.barrier()
-    with open("/proc/net/dev") as lines:
-        return next(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
-
-mpiddp.init_process_group()
-hook = {"none": None, "fp16": compression.fp16, "bf16": compression.bf16}[sys.argv[1]]
-dtype = getattr(torch, sys.argv[2])
-model = torch.nn.Linear(1500, 1500, dtype=dtype)
-model = mpiddp.DistributedDataParallel(model, transport="exchange")
-if hook:
-    model.register_comm_hook(None, hook)
-def step():
-    model(torch.ones(1, 1500, dtype=dtype)).sum().backward()
-for _ in range(2):
-    step()
-before = sent()
-for _ in range(4):
-    step()
-after = sent()
-if dist.get_rank() == 0:
-    print("bytes", (after - before) / 4 / (1500 * 1501))
-mpiddp.destroy_process_group()
-"""
-
-
-@pytest.mark.once
-@pytest.mark.timeout(200)
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("unshare"),
-    reason="a network whose bytes are counted is made by unshare, as root",
-)
-def test_bytes_on_the_wire(tmp_path: Path) -> None:
-    """What a step sends for each element: all ranks over TCP, in a network of their own."""
-    program = tmp_path / "count.py"
-    program.write_text(COUNT_BYTES)
-    starter = tmp_path / "start.sh"
-    starter.write_text('#!/bin/sh\nip link set lo up\nexec "$@"\n')
-    starter.chmod(0o755)
-    over_tcp = {
-        "OMPI_MCA_btl": "tcp,self",
-        "OMPI_MCA_btl_tcp_if_include": "lo",
-        "OMPI_MCA_pml": "ob1",
-        "MPIR_CVAR_NOLOCAL": "1",
-        "MPIR_CVAR_CH4_NETMOD": "ofi",
-        "FI_PROVIDER": "tcp",
-    }
-
-    def bytes_of(hook: str, dtype: str) -> float:
-        done = mpirun.run(
-            2,
-            [program, hook, dtype],
-            timeout=60,
-            env=over_tcp,
-            before=["unshare", "--net", str(starter)],
-        )
-        assert done.returncode == 0, done.stderr
-        return float(done.stdout.split("bytes ")[1])
-
-    float32 = bytes_of("none", "float32")
-    # Both directions: each rank sends half of its gradients, and half of the means.
-    assert 8.0 < float32 < 8.4
-    for hook, dtype in (("fp16", "float32"), ("bf16", "float32"), ("none", "bfloat16")):
-        # Half, but for what the kernel needs besides, which is not always the same.
-        assert 0.495 < bytes_of(hook, dtype) / float32 < 0.53

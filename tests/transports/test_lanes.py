@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import mlp
+from models import Given, mlp
 from replicas import RANK, SIZE, assert_replicated, together
 from torch import nn
 
@@ -39,17 +39,6 @@ def group(
     assert isinstance(made, dist.ProcessGroup)
     yield made
     dist.destroy_process_group(made)
-
-
-class Given(nn.Module):
-    """One parameter, handed out as it is."""
-
-    def __init__(self, elements: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.parameter = nn.Parameter(torch.zeros(elements, dtype=dtype))
-
-    def forward(self) -> torch.Tensor:
-        return self.parameter.view_as(self.parameter)
 
 
 def test_lanes_are_used(group: dist.ProcessGroup) -> None:
@@ -128,7 +117,7 @@ def test_chunks_between_nodes(group: dist.ProcessGroup) -> None:
     nodes = len({next(iter(ranks)) for ranks in _ranks_of_nodes(group)})
     with together():
         # One more for the flags behind the gradients.
-        assert chunks - 1 == (4 << 20) // choice.chunks_in_flight(nodes)[1]
+        assert chunks - 1 == (4 << 20) // choice.chunks_in_flight(nodes, "iallreduce")[1]
 
 
 def _ranks_of_nodes(group: dist.ProcessGroup) -> list[tuple[int, ...]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from models import Given
 from replicas import RANK, SIZE, gather, together
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -31,17 +32,6 @@ NODES = {
     "two and two": [0, 0, 1, 1],
     "one and three": [0, 1, 1, 1],
 }
-
-
-class Given(nn.Module):
-    """One parameter, handed out as it is."""
-
-    def __init__(self, elements: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.parameter = nn.Parameter(torch.zeros(elements, dtype=dtype))
-
-    def forward(self) -> torch.Tensor:
-        return self.parameter.view_as(self.parameter)
 
 
 @pytest.fixture(params=NODES, ids=str)
