@@ -5,7 +5,7 @@ Five ways to average the gradients are modelled, all overlapped with backward bu
 - flat: MPI_Iallreduce of chunks over all ranks (``transport="mpi"``);
 - hierarchical: sum in the node's memory, an MPI_Iallreduce a lane between nodes, write back;
 - direct: the same, but between nodes each node gets all copies of its slice of a chunk
-  (MPI_Ialltoall), adds them, and hands its means round (MPI_Iallgather);
+  (MPI_Ialltoallv), adds them, and hands its means round (MPI_Iallgather);
 - two-level: that inside groups of nodes, and again across groups;
 - ring: over all ranks, one bucket after another, as Gloo and NCCL do.
 
@@ -29,7 +29,7 @@ BUCKET = 25 << 20
 # What the transports cut buckets into, and how many chunks of a lane are in flight
 # (mpiddp/transports/choice.py).
 FLAT_CHUNK = 1 << 20
-LANE_CHUNK = 1 << 19
+LANE_CHUNK = 1 << 20
 WINDOW = 2
 # The engine thread naps up to 200 us between two looks at MPI (cython/engine/engine.pyx), so a
 # message lies half of that on average before anybody notices.

@@ -118,14 +118,11 @@ def describe_wire(node_count: int) -> list[str]:
     if node_count == 1:
         return []
     lines = []
+    way = settings.WIRE.read()
+    _, chunk_bytes = transport_choice.chunks_in_flight(node_count, way)
     for text, element_bytes in (("float32", 4), ("16 bits", 2)):
         try:
-            wire = wire_choice.choose(
-                node_count,
-                transport_choice.chunks_in_flight(node_count)[1],
-                element_bytes,
-                settings.WIRE.read(),
-            )
+            wire = wire_choice.choose(node_count, chunk_bytes, element_bytes, way)
             said = f"{wire.name}: {wire.reason}"
         except ValueError as error:
             said = f"not possible: {error}"

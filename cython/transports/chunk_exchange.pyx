@@ -2,11 +2,12 @@
 
 Note [Direct exchange]
 ~~~~~~~~~~~~~~~~~~~~~~
-A chunk is cut into one slice a node. MPI_Ialltoall brings each node all copies of its slice. It
-adds them in float32 (float64 for float64), always in the order of the nodes, and divides.
-MPI_Iallgather hands the means round. So MPI adds nothing: elements travel in their own type,
-16-bit ones in 16 bits, and the bits of the result depend on no MPI. A node sends as many bytes as
-in any other good all-reduce, in 2 (nodes - 1) messages.
+A chunk is cut into one slice a node. MPI_Ialltoallv brings each node all copies of its slice but
+its own, which stays where it is (MPI_Ialltoall would copy it). The node adds them in float32
+(float64 for float64), always in the order of the nodes, and divides. MPI_Iallgather hands the
+means round. So MPI adds nothing: elements travel in their own type, 16-bit ones in 16 bits, and
+the bits of the result depend on no MPI. A node sends as many bytes as in any other good
+all-reduce, in 2 (nodes - 1) messages.
 
 With two levels these are fewer: the nodes form groups of equal size. The slices of a group's sum
 are exchanged among the nodes that have the same place in their groups, each cut into one slice
@@ -43,7 +44,7 @@ from mpi4py.libmpi cimport (
     MPI_STATUS_IGNORE,
     MPI_SUCCESS,
     MPI_Iallgather,
-    MPI_Ialltoall,
+    MPI_Ialltoallv,
     MPI_Test,
 )
 
@@ -88,7 +89,9 @@ cdef int set_up(
         chunk.other_inner_room = chunk.inner_room + inner
         chunk.request = MPI_REQUEST_NULL
         chunk.slices = <char **>calloc(members, sizeof(char *))
-        if chunk.slices == NULL:
+        chunk.sizes = <int *>calloc(members, sizeof(int))
+        chunk.places = <int *>calloc(members, sizeof(int))
+        if chunk.slices == NULL or chunk.sizes == NULL or chunk.places == NULL:
             return -1
     return 0
 
@@ -97,6 +100,8 @@ cdef void clear(ChunkExchange *exchange) noexcept:
     cdef size_t slot
     for slot in range(MAX_SLOTS):
         free(exchange.slots[slot].slices)
+        free(exchange.slots[slot].sizes)
+        free(exchange.slots[slot].places)
 
 
 cdef size_t slice_at(ChunkExchange *exchange, ExchangedChunk *chunk, size_t level) noexcept nogil:
@@ -132,6 +137,7 @@ cdef int begin_step(ChunkExchange *exchange, ExchangedChunk *chunk) noexcept nog
     cdef size_t levels = exchange.level_count
     cdef int gathers = chunk.step >= levels
     cdef size_t number = 2 * levels - 1 - chunk.step if gathers else chunk.step
+    cdef size_t member
     cdef Level *level = &exchange.levels[number]
     cdef int bytes_ = <int>(
         slice_at(exchange, chunk, number) * element_bytes(chunk.job.element))
@@ -142,10 +148,13 @@ cdef int begin_step(ChunkExchange *exchange, ExchangedChunk *chunk) noexcept nog
             MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, chunk.inner_room if number else chunk.means,
             bytes_, MPI_BYTE, level.gather[chunk.again], &chunk.request,
         )
-    exchange.transport.call = "MPI_Ialltoall"
-    return MPI_Ialltoall(
-        chunk.inner_room if number else chunk.sent, bytes_, MPI_BYTE,
-        chunk.other_inner_room if number else chunk.received, bytes_, MPI_BYTE,
+    for member in range(level.members):
+        chunk.sizes[member] = 0 if member == level.member else bytes_
+        chunk.places[member] = <int>member * bytes_
+    exchange.transport.call = "MPI_Ialltoallv"
+    return MPI_Ialltoallv(
+        chunk.inner_room if number else chunk.sent, chunk.sizes, chunk.places, MPI_BYTE,
+        chunk.other_inner_room if number else chunk.received, chunk.sizes, chunk.places, MPI_BYTE,
         level.exchange[chunk.again], &chunk.request,
     )
 
@@ -170,6 +179,8 @@ cdef void add_slices(ChunkExchange *exchange, ExchangedChunk *chunk, size_t numb
             bytes_of_element)
     for member in range(level.members):
         chunk.slices[member] = received + member * bytes_
+    chunk.slices[level.member] = (
+        (chunk.inner_room if number else chunk.sent) + level.member * bytes_)
     selected_kernels().mean_to(
         chunk.job.element, target, chunk.slices, level.members, 0, count, divisor)
 

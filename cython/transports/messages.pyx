@@ -1,7 +1,7 @@
 """The transport without shared memory: the chunks of all ranks go over the wire."""
 
 from mpiddp.engine.interface cimport ChunkProgress, Job, Transport
-from mpiddp.transports.wire cimport WAY_IALLREDUCE, start_chunk, test_chunk
+from mpiddp.transports.wire cimport SIZES, WAY_IALLREDUCE, start_chunk, test_chunk
 from mpiddp.engine.memory import allocate_private
 
 
@@ -35,7 +35,7 @@ cdef class MessageTransport:
         self.state.transport.slots = wire.window
         self.state.transport.chunk_bytes = wire.chunk_bytes
         # Where MPI adds, 16-bit elements travel as float32: half as many fill a chunk.
-        if wire.state.ways[1][0] == WAY_IALLREDUCE:
+        if wire.state.ways[1][SIZES - 1] == WAY_IALLREDUCE:
             self.state.transport.least_bytes = sizeof(float)
         self.state.transport.wants_thread = True
         self.state.transport.start = start

@@ -38,12 +38,14 @@ if TYPE_CHECKING:
 BUCKET_BYTES_BETWEEN_NODES = 4 << 20
 BUCKET_BYTES_INSIDE_NODE = 25 << 20
 
-# What MPI_Iallreduce gets at once. Between two nodes, two chunks of 512 KiB fill a wire of 1 Gbit/s
-# in both directions; four of 1 MiB take half as long again. Between four nodes, four of 1 MiB take
-# a tenth less than two of 512 KiB: each chunk is sent in more and smaller messages, one after the
-# other. More than four nodes could not be measured.
-CHUNK_BYTES = 512 << 10
-CHUNK_BYTES_OF_MANY = 1 << 20
+# What MPI gets at once. Between two nodes, two chunks fill a wire of 1 Gbit/s in both directions.
+# MPI_Iallreduce takes a tenth longer with 1 MiB than with 512 KiB, and half as long again with four
+# of 1 MiB. The exchange takes as long with either at 1 Gbit/s, and with 1 MiB a tenth less core
+# time, which bounds a step at 10 Gbit/s. Between four nodes, four of 1 MiB take a tenth less than
+# two of 512 KiB: each chunk is sent in more and smaller messages, one after the other. More than
+# four nodes could not be measured.
+CHUNK_BYTES = 1 << 20
+CHUNK_BYTES_OF_TWO_WITH_IALLREDUCE = 512 << 10
 MOST_CHUNKS = 8
 
 
@@ -152,17 +154,18 @@ def open_channel_of_one(engine: Engine, device: torch.device | None = None) -> C
     return engine.open_channel(WorldOfOneMemory(device))
 
 
-def chunks_in_flight(nodes: int) -> tuple[int, int]:
+def chunks_in_flight(nodes: int, way: str | None = None) -> tuple[int, int]:
     """Return how many chunks are sent at once, and their size in bytes.
 
     Not collective.
 
     Args:
         nodes: how many nodes the ranks are on.
+        way: that all chunks take, if it is known.
     """
     if nodes <= 2:
-        return 2, CHUNK_BYTES
-    return min(2 * (nodes - 1).bit_length(), MOST_CHUNKS), CHUNK_BYTES_OF_MANY
+        return 2, CHUNK_BYTES_OF_TWO_WITH_IALLREDUCE if way == IALLREDUCE else CHUNK_BYTES
+    return min(2 * (nodes - 1).bit_length(), MOST_CHUNKS), CHUNK_BYTES
 
 
 @dataclass(frozen=True)
@@ -186,11 +189,12 @@ def plan_wire(nodes: int, way: str | None = None, lanes: int = 1) -> WirePlan:
     Raises:
         ValueError: two levels were asked for, and the nodes make no groups of equal size.
     """
-    window, chunk_bytes = chunks_in_flight(nodes)
+    way = way or settings.WIRE.read()
+    window, chunk_bytes = chunks_in_flight(nodes, way)
     group = 1
     ways = {}
     for element_bytes in (2, 4, 8):
-        table = thresholds(nodes, element_bytes, chunk_bytes, way or settings.WIRE.read())
+        table = thresholds(nodes, element_bytes, chunk_bytes, way)
         ways[element_bytes] = [(smallest, way.name) for smallest, way in table]
         group = max([group, *(way.group for _, way in table if way.name == TWO_LEVEL)])
     # Slices that are all equally long need no copy.

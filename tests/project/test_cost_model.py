@@ -224,8 +224,8 @@ def test_lanes_touch_less_memory_than_messages_inside_a_node(model: ModuleType) 
     size = 25 * MIB
     for nodes in (1, 2, 64):
         assert (
-            model.hierarchical(machine, size, nodes, 8).total
-            < 0.5 * model.flat(machine, size, nodes, 8).total
+            model.hierarchical(machine, size, nodes, 8).occupied
+            < 0.5 * model.flat(machine, size, nodes, 8).occupied
         )
 
 
