@@ -163,6 +163,20 @@ def views_by_parameter(buckets):
     }
 
 
+def hold_gradients(parameters, views):
+    """Return whether the gradient of some parameter lies in its view. Not collective.
+
+    Args:
+        parameters: all of them.
+        views: by index of the parameter.
+    """
+    for index, view in views.items():
+        gradient = parameters[index].grad
+        if gradient is not None and is_at(gradient, view):
+            return True
+    return False
+
+
 def move_gradient(parameter, old_view, Bucket bucket not None, Py_ssize_t position):
     """Point a gradient that lives in `old_view` to its new place. Not collective."""
     if parameter.grad is not None and is_at(parameter.grad, old_view):

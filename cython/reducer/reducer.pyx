@@ -51,8 +51,8 @@ from mpiddp.torch_internals.tensors cimport has_gradient
 from mpiddp.engine.forks import check as check_process
 from mpiddp.reducer import forward_passes, joined, sparse, static_graph, unused
 from mpiddp.reducer.backward_kinds import adds_to_gradients
-from mpiddp.reducer.bucket_views import move_gradient, views_by_parameter
-from mpiddp.reducer.building import make_buckets
+from mpiddp.reducer.bucket_views import hold_gradients, move_gradient, views_by_parameter
+from mpiddp.reducer.building import NO_BUCKETS, make_again, make_buckets
 from mpiddp.reducer.errors import raise_unfinished, raise_used_again, refuse_shared_views
 from mpiddp.reducer.futures import wait_for_all
 from mpiddp.reducer.model_check import verify_unchanged
@@ -149,13 +149,29 @@ cdef class Reducer(ReducerState):
         self.handles.append(handle)
 
     def _build_buckets(self, assignment):
-        """Make the buckets of `assignment`, a list of lists of parameter indices."""
+        """Make the buckets of `assignment`, a list of lists of parameter indices.
+
+        Raises:
+            OSError: there is no memory for other buckets than the present ones.
+            RuntimeError: nor for these.
+        """
         cdef Bucket bucket
         cdef Py_ssize_t index
-        if self.buckets is not None:
-            verify_unchanged(self)
+        problem = None
         old_views = views_by_parameter(self.buckets) if self.gradient_as_bucket_view else {}
-        self.buckets = make_buckets(self, assignment)
+        if self.buckets is None:
+            self.buckets = make_buckets(self, assignment)
+        else:
+            verify_unchanged(self)
+            present = [bucket.parameter_indices for bucket in self.buckets]
+            self.buckets = []
+            if not hold_gradients(self.parameters, old_views):
+                old_views = {}      # else the old memory goes when the gradients have moved
+            try:
+                self.buckets, problem = make_again(self, assignment, present)
+            except Exception:
+                self._remove_autograd_hooks()
+                raise
         self.counting = -1
         self.channel = self.channels[self.parameters[0].device]     # perhaps another by now
         for bucket in self.buckets:
@@ -173,6 +189,8 @@ cdef class Reducer(ReducerState):
             index for index in range(len(self.parameters)) if self.states[index].expected == 0
         ]
         self._reset_counting()
+        if problem is not None:
+            raise problem
 
     # The path of one gradient.
 
@@ -363,9 +381,12 @@ cdef class Reducer(ReducerState):
         """Begin an iteration whose gradients are to be reduced. Not collective.
 
         Raises:
-            RuntimeError: the previous backward did not end.
+            RuntimeError: the previous backward did not end; or there are no buckets, because
+                they could not be made again.
         """
         check_process("forward of DistributedDataParallel with gradients enabled")
+        if not self.buckets:
+            raise RuntimeError(f"rank {self.process_group.rank()}: {NO_BUCKETS}")
         self.iterations += 1
         self.forward_began = now()
         if self.divisor != self.world_size:

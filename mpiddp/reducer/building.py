@@ -16,15 +16,25 @@ from mpiddp.reducer.gpu_bucket import GpuBucket
 if TYPE_CHECKING:
     from mpiddp.reducer.state import ReducerState
 
+# What a module says whose buckets could not be made again.
+NO_BUCKETS = "This module's gradients cannot be averaged any more: wrap it again"
 
-def make_buckets(reducer: ReducerState, assignment: Sequence[Sequence[int]]) -> list[Bucket]:
+
+def make_buckets(
+    reducer: ReducerState, assignment: Sequence[Sequence[int]], through_mpi: bool = True
+) -> list[Bucket]:
     """Return a bucket for each list of parameter indices, in launch order.
 
     Collective. The parameters of a bucket are of one dtype and on one device.
 
+    Args:
+        reducer: whose buckets they are.
+        assignment: the lists of parameter indices.
+        through_mpi: with transport "auto", if shared memory cannot be had, gradients go through
+            MPI from this call on.
+
     Raises:
-        OSError: some rank has too little memory, see `_agreed`. With transport "auto" and shared
-            memory the gradients go through MPI instead, from this call on.
+        OSError: some rank has too little memory, see `_agreed`.
         TypeError: gradients of some dtype cannot be averaged.
     """
     members = [[reducer.parameters[index] for index in indices] for indices in assignment]
@@ -35,6 +45,7 @@ def make_buckets(reducer: ReducerState, assignment: Sequence[Sequence[int]]) -> 
             for number, indices in enumerate(assignment)
             if not reducer.expect_sparse[indices[0]]
         },
+        through_mpi,
     )
     dtype, reduced_as = reducer.mixed_precision or (None, None)
     buckets = []
@@ -60,8 +71,31 @@ def make_buckets(reducer: ReducerState, assignment: Sequence[Sequence[int]]) -> 
     return buckets
 
 
+def make_again(
+    reducer: ReducerState, assignment: Sequence[Sequence[int]], present: Sequence[Sequence[int]]
+) -> tuple[list[Bucket], OSError | None]:
+    """Return buckets for `assignment`, where there were others, which the caller has let go.
+
+    Collective. Memory of the others is free again before any rank allocates.
+
+    Returns:
+        The buckets, and None; or buckets as they were before, and why there are no others.
+
+    Raises:
+        RuntimeError: some rank has too little memory even for the buckets that there were.
+    """
+    _everywhere(reducer, True)
+    try:
+        return make_buckets(reducer, assignment, through_mpi=False), None
+    except OSError as error:
+        try:
+            return make_buckets(reducer, present), error
+        except OSError as again:
+            raise RuntimeError(f"{again}. {NO_BUCKETS}") from again
+
+
 def _allocate(
-    reducer: ReducerState, members: dict[int, list[torch.Tensor]]
+    reducer: ReducerState, members: dict[int, list[torch.Tensor]], through_mpi: bool
 ) -> dict[int, BucketMemory]:
     """Return memory for the parameters of each bucket, by the bucket's number. Collective."""
     dtype, _ = reducer.mixed_precision or (None, None)
@@ -73,13 +107,17 @@ def _allocate(
             [bytes_needed(members[n], reducer.compression, only, dtype) for n in numbers]
             for only in (flags_only, True)
         )
-        memories = _agreed(reducer, device, sizes, tails)
+        memories = _agreed(reducer, device, sizes, tails, through_mpi)
         found.update(zip(numbers, memories, strict=True))
     return found
 
 
 def _agreed(
-    reducer: ReducerState, device: torch.device, sizes: Sequence[int], tails: Sequence[int]
+    reducer: ReducerState,
+    device: torch.device,
+    sizes: Sequence[int],
+    tails: Sequence[int],
+    through_mpi: bool,
 ) -> Sequence[BucketMemory]:
     """Return memory for buckets on one device if all ranks have it. Collective.
 
@@ -99,15 +137,14 @@ def _agreed(
         # With shared memory the text already names the rank that failed.
         each = "" if group.channel_pool.shares_memory(reducer.channels[device]) else "rank {}: "
         text = next(each.format(rank) + text for rank, text in enumerate(texts) if text)
-        # Buckets may be laid out again only in the channel that has the first ones.
-        if not reducer.buckets and group.channel_pool.replace_shared(reducer.channels, device):
+        if through_mpi and group.channel_pool.replace_shared(reducer.channels, device):
             if group.rank() == 0:
                 warnings.warn(
                     f"buckets cannot be allocated in shared memory, so gradients go through MPI, "
                     f"which is slower: {text}",
                     stacklevel=2,
                 )
-            return _agreed(reducer, device, sizes, tails)
+            return _agreed(reducer, device, sizes, tails, through_mpi)
         raise OSError(f"no memory for buckets of gradients: {text}") from problem
     if problem is not None:
         raise problem

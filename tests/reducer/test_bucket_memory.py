@@ -47,10 +47,10 @@ def warned(action):
     return [str(each.message) for each in said if issubclass(each.category, UserWarning)]
 
 
-def refused(action):
+def refused(action, kind=OSError):
     try:
         action()
-    except OSError as error:
+    except kind as error:
         return str(error)
     raise AssertionError("nothing was raised")
 """
@@ -74,6 +74,7 @@ def test_files_too_small_for_buckets(tmp_path: Path) -> None:
         """
         UNLIMITED = resource.RLIM_INFINITY
         wrapped = DDP(torch.nn.Linear(900, 2), transport="auto")
+        lost = DDP(torch.nn.Linear(900, 2), transport="shared")
         assert type(wrapped.reducer.channel.transport).__name__ == "SharedTransport"
         limit(resource.RLIMIT_FSIZE, 4000)
         made = []
@@ -90,17 +91,26 @@ def test_files_too_small_for_buckets(tmp_path: Path) -> None:
 
         # When the buckets are laid out in the order in which gradients have come.
         step(wrapped, 900)
+        # Then there is no memory for the old buckets either.
         said = warned(lambda: step(wrapped, 900))
-        assert len(said) == (rank == 0), said
+        assert len(said) == 2 * (rank == 0), said
         assert all("rank 1 of the 2 on" in text for text in said), said
         step(wrapped, 900)
-        assert type(wrapped.reducer.channel.transport).__name__ == "SharedTransport"
+        assert type(wrapped.reducer.channel.transport).__name__ == "MessageTransport"
+        step(lost, 900)
+        for _ in range(2):
+            said = refused(lambda: step(lost, 900), RuntimeError)
+            assert "wrap it again" in said, said
+        lost.module(torch.ones(1, 900)).sum().backward()
 
         # What could not be had did no harm to the channels.
         limit(resource.RLIMIT_FSIZE, UNLIMITED)
         again = DDP(torch.nn.Linear(900, 2), transport="shared")
         for _ in range(3):
             step(again, 900)
+        lost = DDP(lost.module, transport="shared")
+        for _ in range(3):
+            step(lost, 900)
         print("done", flush=True)
         mpiddp.destroy_process_group()
         """,
@@ -127,6 +137,48 @@ def test_address_space_too_small(tmp_path: Path) -> None:
         said = refused(lambda: DDP(model, transport="mpi", init_sync=False))
         assert "no memory for buckets of gradients: rank 1: " in said, said
         limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
+        print("done", flush=True)
+        mpiddp.destroy_process_group()
+        """,
+    )
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+@pytest.mark.parametrize("transport", ["shared", "mpi"], ids=["shared", "messages"])
+def test_old_buckets_go_before_new_ones_come(tmp_path: Path, transport: str, views: bool) -> None:
+    run(
+        tmp_path,
+        f"""
+        MIB = 1 << 20
+
+
+        class Sum(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.ones(16 * MIB))
+
+            def forward(self):
+                return self.weight.sum()
+
+
+        def resident(name):
+            with open("/proc/self/status") as file:
+                (line,) = (line for line in file if line.startswith(name))
+            return int(line.split()[1]) << 10
+
+
+        wrapped = DDP(
+            Sum(), gradient_as_bucket_view={views}, transport="{transport}", init_sync=False
+        )
+        wrapped().backward()
+        wrapped.zero_grad()
+        before = resident("VmRSS")
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")     # the most so far begins anew
+        wrapped()
+        assert wrapped.reducer.has_rebuilt_buckets
+        most = resident("VmHWM")
+        assert most - before < 16 * MIB, (before, most)
         print("done", flush=True)
         mpiddp.destroy_process_group()
         """,
