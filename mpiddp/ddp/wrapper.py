@@ -25,6 +25,7 @@ from torch.nn.parallel.distributed import (
 
 from mpiddp.ddp import arguments as argument_checks
 from mpiddp.ddp import distributed_autograd, hooks, optimizer_in_backward
+from mpiddp.ddp.buffer_broadcast import broadcast_in_buffers
 from mpiddp.ddp.groups import group_of, is_communicator
 from mpiddp.ddp.hook_registration import HookRegistration
 from mpiddp.ddp.logger import Logger, logs_errors
@@ -341,6 +342,13 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
                 if self.process_group.broadcast_state(tensors):
                     return
         super()._default_broadcast_coalesced(tensors, bucket_size, authoritative_rank)
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        """Copy tensors by messages. Collective. Overrides torch's method of this name."""
+        with torch.no_grad():
+            broadcast_in_buffers(self.process_group, tensors, buffer_size, authoritative_rank)
 
     def _broadcast_initial_state(self) -> None:
         """Let all ranks start from rank 0's parameters and buffers. Collective."""

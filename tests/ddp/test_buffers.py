@@ -1,6 +1,7 @@
 """Buffers are those of rank 0 at each forward call, unless that is switched off."""
 
 import copy
+import gc
 import threading
 import time
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch_versions import HAS_FORWARD_SYNC_BUFFERS
 
 from mpiddp import DistributedDataParallel as DDP
+from mpiddp.process_group.work import Work
 
 pytestmark = pytest.mark.mpi
 
@@ -54,6 +56,22 @@ class Recorder(nn.Module):
         self.seen.append(all_bits(self.named_buffers()))
         self.change(RANK + 1)
         return (self.weight * x).sum()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_leave_no_memory_behind():
+    def alive() -> int:
+        gc.collect()
+        return sum(type(each) is Work for each in gc.get_objects())
+
+    model = Recorder()
+    model.register_buffer("large", torch.zeros(1 << 20))  # what is small is done at once
+    wrapped = DDP(model, transport="mpi")
+    counts = []
+    for _ in range(4):
+        wrapped(torch.ones(2)).backward()
+        counts.append(alive())
+    assert counts == [counts[0]] * 4
 
 
 def test_each_forward_begins_with_those_of_rank_0():
