@@ -211,6 +211,12 @@ def mean_of_ranks(module: nn.Module, loss_of_rank: Callable[[nn.Module, int], Te
         loss_of_rank: called with a copy of the module and each rank.
     """
     plain = copy.deepcopy(module)
+    for copied, original in zip(plain.parameters(), module.parameters(), strict=True):
+        # A slice becomes contiguous when it is copied, and then torch rounds products otherwise.
+        if copied.stride() != original.stride():
+            copied.data = torch.empty_strided(
+                original.size(), original.stride(), dtype=original.dtype, device=original.device
+            ).copy_(original.detach())
     totals: Gradients = {name: None for name, _ in plain.named_parameters()}
     for rank in range(SIZE):
         plain.zero_grad()

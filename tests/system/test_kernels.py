@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from torch import nn
+from models import Given
 
 from mpiddp import DistributedDataParallel as DDP
 
@@ -22,17 +22,6 @@ FLOATS = [torch.float32, torch.float64]
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-class Given(nn.Module):
-    """One parameter, handed out as it is: its gradient is what backward is given."""
-
-    def __init__(self, count: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.parameter = nn.Parameter(torch.zeros(count, dtype=dtype))
-
-    def forward(self) -> torch.Tensor:
-        return self.parameter.view_as(self.parameter)
 
 
 def averaged(contribution: Callable[[int], torch.Tensor]) -> torch.Tensor:
