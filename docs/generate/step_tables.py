@@ -32,7 +32,7 @@ README_LINES = (
     ("transformer", 1, 2, None),
     ("200 x Linear(64)", 1, 4, None),
     ("64 x Linear(512)", 2, 4, 1.0),
-    ("64 x Linear(512)", 4, 4, 2.0),
+    ("transformer", 4, 4, 10.0),
     ("64 x Linear(512)", 2, 4, 10.0),
 )
 
@@ -112,8 +112,36 @@ def between_hosts() -> str:
         parts.append(
             f"## {mpi}\n\n{describe(results, name)} In {behind} of {len(rows) - 1} rows mpiddp is "
             f"slower than Gloo.\n\n{markdown(rows)}\n\n"
+            f"Bytes over those of float32, and core time for a second of wire:\n\n"
+            f"{markdown(_costs(results['between_hosts'], names))}\n\n"
         )
     return "".join(parts)
+
+
+def _costs(records: Iterable[Record], names: list[str]) -> list[list[str]]:
+    """Return what each step costs besides time."""
+    rows = [["hosts x ranks", "Gbit/s", "model", *names]]
+    for record in records:
+        measured = candidates(record, True)
+        cells = []
+        for name in names:
+            if name not in measured:
+                cells.append("")
+                continue
+            each = measured[name]
+            sent = statistics.median(each["sent"]) / (4 * record["elements"])
+            cores = zip(each["core"], each["core_alone"], strict=True)
+            core = statistics.median(busy - alone for busy, alone in cores)
+            cells.append(f"{sent:.2f}, {core / _own_wire_seconds(record, name):.2f}")
+        layout = f"{record['nodes']} x {record['ranks'] // record['nodes']}"
+        rows.append([layout, f"{record['gigabits']:g}", record["model"], *cells])
+    return rows
+
+
+def _own_wire_seconds(record: Record, candidate: str) -> float:
+    """Return the wire time of what a candidate sends."""
+    in_16_bits = candidate in HOOKED
+    return _wire_seconds(record, 2 * record["elements"] if in_16_bits else record["bytes"])
 
 
 def _wire_seconds(record: Record, size: int) -> float:
@@ -124,8 +152,7 @@ def _wire_seconds(record: Record, size: int) -> float:
 
 def _over_bound(record: Record, measured: Record) -> Spread:
     """Return a step over the larger of its compute and its wire time, and the spread."""
-    in_16_bits = measured["candidate"] in HOOKED
-    wire = _wire_seconds(record, 2 * record["elements"] if in_16_bits else record["bytes"])
+    wire = _own_wire_seconds(record, measured["candidate"])
     return ratio(measured["synchronised"], [max(each, wire) for each in measured["alone"]])
 
 
