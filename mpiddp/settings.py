@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 __all__ = [
+    "DEBUG",
     "DEVICE_TRANSPORT",
     "KERNELS",
     "PROGRESS_THREAD",
@@ -148,6 +149,16 @@ KERNELS: Setting[str | None] = Setting(
     lambda text: text or None,
     None,
 )
+DEBUG = Setting(
+    "MPIDDP_DEBUG",
+    "0 or 1",
+    "0",
+    "Whether parameters that the ranks of a node share are read-only outside of a step and of "
+    "`writing()`: 1 ends a rank that changes them elsewhere, and prints the line.",
+    False,
+    _flag,
+    False,
+)
 TRIAL_SECONDS = Setting(
     "MPIDDP_TRIAL_SECONDS",
     "a positive number",
@@ -165,5 +176,6 @@ SETTINGS: tuple[Setting[Any], ...] = (
     WIRE,
     PROGRESS_THREAD,
     KERNELS,
+    DEBUG,
     TRIAL_SECONDS,
 )

@@ -84,8 +84,11 @@ def supported_dtypes():
     return tuple(_ELEMENTS)
 
 
-def _view_like(buffer, Py_ssize_t offset, parameter):
-    """Return the part of `buffer` from `offset` on in the shape and layout of `parameter`."""
+def view_like(buffer, Py_ssize_t offset, parameter):
+    """Return the part of `buffer` from `offset` on in the shape and layout of `parameter`.
+
+    Not collective.
+    """
     size = parameter.size()
     # empty_like keeps strides exactly where they are dense and do not overlap.
     stride = torch.empty_like(parameter, device="meta", requires_grad=False).stride()
@@ -224,7 +227,7 @@ cdef class Bucket:
         with torch.no_grad():
             for parameter in parameters:
                 # .data: with a version counter of its own, not one that all views share.
-                self.views.append(_view_like(viewed, offset, parameter).data)
+                self.views.append(view_like(viewed, offset, parameter).data)
                 offset += parameter.numel()
         self.job.data = <char *><size_t>self.buffer.data_ptr()
         self.job.count = self.flag_count * multiple

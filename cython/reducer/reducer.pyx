@@ -473,6 +473,10 @@ cdef class Reducer(ReducerState):
         self.has_rebuilt_buckets = True
         return True
 
+    def keep_buckets(self):
+        """Never rebuild the buckets: parameters lie in their order, too. Not collective."""
+        self.has_rebuilt_buckets = True
+
     def _remove_autograd_hooks(self):
         """Take the hooks off the parameters. Not collective."""
         cdef ParameterHook hook

@@ -226,6 +226,14 @@ cdef class ReducerState:
         """
         return bool(self.states[index].used)
 
+    def was_used_anywhere(self, Py_ssize_t index):
+        """Return whether any rank had a gradient for parameter `index` in the last reduction.
+
+        Not collective. Known until the next backward.
+        """
+        cdef ParameterState *state = &self.states[index]
+        return bool((<Bucket>self.buckets[state.bucket]).flag(state.position))
+
     cpdef int set_divisor(self, double divisor) except -1:
         """Divide the sums over ranks by `divisor` from now on. Not collective."""
         cdef Bucket bucket

@@ -33,6 +33,7 @@ cdef struct SharedBucket:
     uint32_t chunks
     uint32_t next_own       # chunk of its own that this rank takes next
     uint32_t end_of_own
+    uint32_t owned          # chunks, from the first on, whose mean goes to their owner only
     int swept               # all chunks of this round are taken
 
 
@@ -62,6 +63,8 @@ cdef class SharedBuckets:
     cdef SharedBucket *buckets
     cdef char **buffers
     cdef list mappings
+    cdef readonly size_t chunk_bytes
+    cdef readonly bint has_owners       # the transport can write means to their owners only
 
 
 # For transports whose ranks meet in shared memory too, but reduce in another way.
@@ -73,6 +76,8 @@ cdef uint32_t load32(const uint32_t *counter) noexcept nogil
 cdef uint32_t add32(uint32_t *counter, uint32_t number) noexcept nogil
 cdef void ring(Bell *bell) noexcept nogil
 cdef void wake(Bell *bell) noexcept nogil
+cdef int wait_for(Bell *counter, uint32_t target, double timeout, bint crowded) except -1
+cdef size_t owner_of(SharedBucket *bucket, size_t chunk, size_t ranks) noexcept nogil
 cdef void sleep_on(Bell *bell, uint32_t rung, double seconds) noexcept nogil
 cdef unsigned int take_ticket(Transport *transport) noexcept nogil
 cdef void sleep(Transport *transport, unsigned int ticket, double seconds) noexcept nogil

@@ -16,6 +16,12 @@ A bucket with fewer chunks than ranks belongs to whoever comes first, which is t
 rank to fill it: so small buckets cost one meeting, not two. For a single chunk it wakes nobody
 before the mean is there.
 
+Note [Means for owners only]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Where each rank steps only its part of the parameters, the mean of a chunk is needed in one place.
+After `send_to_owners` it is written to the chunk's owner alone (`owner_of`), and the other ranks
+keep their own gradients there. Chunks that hold flags still go to all ranks.
+
 Note [No lock, no reset]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 A rank fills its bucket for the next round only after all chunks of this one are finished,
@@ -24,6 +30,7 @@ another one still reads, and counters that only grow need no reset. They wrap ar
 2^32; only differences are compared.
 """
 
+from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, uint32_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from posix.time cimport timespec
@@ -35,7 +42,7 @@ from mpiddp.engine.interface cimport (
 )
 from mpiddp.system.helpers cimport share
 from mpiddp.system.kernels cimport element_bytes, selected_kernels
-from mpiddp.system.posix cimport as_timespec, store
+from mpiddp.system.posix cimport as_timespec, now, store
 from mpiddp.transports.shared_memory cimport Mapping
 from mpiddp.engine.memory import BucketMemory
 from mpiddp.transports import shared_memory
@@ -114,6 +121,41 @@ cdef void sleep_on(Bell *bell, uint32_t rung, double seconds) noexcept nogil:
     add32(&bell.sleepers, <uint32_t>-1)
 
 
+# Waiting for a counter: how long without sleeping, and how often signals are looked for.
+cdef double SPIN = 50e-6
+cdef double SIGNAL_CHECK = 0.1
+
+
+cdef int wait_for(Bell *counter, uint32_t target, double timeout, bint crowded) except -1:
+    """Wait until `counter.rung` has reached `target`; return whether it did in time.
+
+    Not collective.
+
+    Args:
+        counter: whoever rings it wakes the waiting ranks.
+        target: the number.
+        timeout: in seconds.
+        crowded: there are more ranks than cores; sleep at once.
+    """
+    cdef double began = now()
+    cdef double limit
+    cdef uint32_t counted
+    if reached(load32(&counter.rung), target):
+        return 1
+    while True:
+        with nogil:
+            limit = now() + SIGNAL_CHECK
+            while now() < limit:
+                counted = load32(&counter.rung)
+                if reached(counted, target):
+                    return 1
+                if crowded or now() - began > SPIN:
+                    sleep_on(counter, counted, SIGNAL_CHECK)
+        PyErr_CheckSignals()
+        if now() - began > timeout:
+            return 0
+
+
 cdef int reached(uint32_t counter, uint32_t target) noexcept nogil:
     return <int32_t>(counter - target) >= 0
 
@@ -170,11 +212,25 @@ cdef void reduce_chunk(SharedState *state, Job *job, uint32_t chunk) noexcept no
     cdef SharedBucket *bucket = <SharedBucket *>job.context
     cdef size_t elements = state.chunk_bytes // element_bytes(job.element)
     cdef size_t first = chunk * elements
-    selected_kernels().mean_in_place(
-        job.element, bucket.buffers, state.ranks, first, min(elements, job.count - first),
-        job.divisor,
-    )
+    cdef size_t count = min(elements, job.count - first)
+    if chunk < bucket.owned:
+        selected_kernels().mean_to(
+            job.element,
+            bucket.buffers[owner_of(bucket, chunk, state.ranks)] + chunk * state.chunk_bytes,
+            bucket.buffers, state.ranks, first, count, job.divisor,
+        )
+    else:
+        selected_kernels().mean_in_place(
+            job.element, bucket.buffers, state.ranks, first, count, job.divisor,
+        )
     finish_chunk(state, bucket)
+
+
+cdef size_t owner_of(SharedBucket *bucket, size_t chunk, size_t ranks) noexcept nogil:
+    """Return the rank whose chunk it is; also of a bucket with fewer chunks than ranks."""
+    if bucket.chunks < ranks:
+        return (bucket.index + chunk) % ranks
+    return ((chunk + 1) * ranks - 1) // bucket.chunks
 
 
 cdef int take_chunk(SharedBucket *bucket, uint32_t chunk) noexcept nogil:
@@ -253,6 +309,7 @@ cdef class SharedBuckets:
         cdef size_t index, rank, place, chunks
         cdef Mapping mapping
         cdef SharedBucket *bucket
+        self.chunk_bytes = chunk_bytes
         chunk_counts = [-(-size // chunk_bytes) for size in sizes]
         # First the meetings, used in rank 0's piece only; then the gradients.
         meetings = [sizeof(Meeting) + _whole_lines(4 * chunks) for chunks in chunk_counts]
@@ -298,6 +355,34 @@ cdef class SharedBuckets:
                 )
             )
         return result
+
+    @property
+    def ranks(self):
+        """How many ranks the node has. Not collective."""
+        return len(self.mappings)
+
+    def owners(self, Py_ssize_t bucket):
+        """Return the rank that owns each chunk of a bucket, as a list. Not collective."""
+        cdef SharedBucket *found = &self.buckets[bucket]
+        return [owner_of(found, chunk, len(self.mappings)) for chunk in range(found.chunks)]
+
+    def send_to_owners(self, gradient_bytes):
+        """Write means to their owners only, see Note [Means for owners only].
+
+        All ranks call it between two reductions. Not collective.
+
+        Args:
+            gradient_bytes: of each bucket, without its flags.
+        """
+        cdef Py_ssize_t index
+        for index, size in enumerate(gradient_bytes):
+            self.buckets[index].owned = size // self.chunk_bytes
+
+    def buffer(self, Py_ssize_t bucket, Py_ssize_t rank, size):
+        """Return the first `size` bytes of a rank's bucket as a uint8 tensor. Not collective."""
+        cdef Mapping mapping = self.mappings[rank]
+        start = self.buckets[bucket].buffers[rank] - mapping.address
+        return torch.frombuffer(mapping, dtype=torch.uint8)[start:start + size]
 
 
 def _whole_lines(size):
@@ -347,6 +432,7 @@ cdef class SharedTransport:
             OSError: some rank has too little memory; raised on all ranks.
         """
         buckets = SharedBuckets(self.node, sizes, self.state.chunk_bytes)
+        buckets.has_owners = True
         return buckets.memories(sizes, self.state.rank)
 
     def free(self):

@@ -23,5 +23,3 @@ cdef class SharedBroadcast:
     cdef char *bytes
     cdef uint32_t rounds[AREAS]
     cdef int area
-
-    cdef int wait_for(self, Bell *counter, uint32_t target, double timeout) except -1

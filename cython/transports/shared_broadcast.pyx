@@ -5,23 +5,17 @@ the rank that writes need not wait for those that still read the round before.
 Each counter of an area is what ranks sleep on that wait for it, so that no others are woken.
 """
 
-from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport int32_t, uint32_t
 from libc.string cimport memcmp, memcpy
 
 import torch
 
-from mpiddp.system.posix cimport now
-from mpiddp.transports.shared cimport Bell, add32, load32, ring, sleep_on, wake
+from mpiddp.transports.shared cimport Bell, add32, ring, wait_for, wake
 from mpiddp.transports.shared_memory cimport Mapping
 from mpiddp.transports import shared_memory
 
 
 cdef enum:
     ALIGNMENT = 16          # of each tensor, enough for any element
-
-cdef double SPIN = 50e-6
-cdef double SIGNAL_CHECK = 0.1
 
 
 cdef Py_ssize_t room(Py_ssize_t size) noexcept nogil:
@@ -63,27 +57,6 @@ cdef class SharedBroadcast:
         everything = torch.frombuffer(mapping, dtype=torch.uint8)
         self.areas = everything[AREAS * sizeof(Counters):].view(AREAS, self.capacity)
 
-    cdef int wait_for(self, Bell *counter, uint32_t target, double timeout) except -1:
-        """Wait until a counter has reached `target`; return whether it did in time."""
-        cdef double began = now()
-        cdef double idle, limit
-        cdef uint32_t counted
-        if <int32_t>(load32(&counter.rung) - target) >= 0:
-            return 1
-        while True:
-            with nogil:
-                limit = now() + SIGNAL_CHECK
-                while now() < limit:
-                    counted = load32(&counter.rung)
-                    if <int32_t>(counted - target) >= 0:
-                        return 1
-                    idle = now() - began
-                    if self.crowded or idle > SPIN:
-                        sleep_on(counter, counted, SIGNAL_CHECK)
-            PyErr_CheckSignals()
-            if now() - began > timeout:
-                return 0
-
     def begin(self, double timeout):
         """Start a round as the rank that writes; return whether the area is free in time.
 
@@ -93,8 +66,8 @@ cdef class SharedBroadcast:
         self.area = (self.area + 1) % AREAS
         counters = &self.counters[self.area]
         self.rounds[self.area] += 1
-        return bool(self.wait_for(
-            &counters.consumed, (self.rounds[self.area] - 1) * self.readers, timeout
+        return bool(wait_for(
+            &counters.consumed, (self.rounds[self.area] - 1) * self.readers, timeout, self.crowded
         ))
 
     def publish(self):
@@ -108,8 +81,8 @@ cdef class SharedBroadcast:
         """
         self.area = (self.area + 1) % AREAS
         self.rounds[self.area] += 1
-        return bool(self.wait_for(
-            &self.counters[self.area].published, self.rounds[self.area], timeout
+        return bool(wait_for(
+            &self.counters[self.area].published, self.rounds[self.area], timeout, self.crowded
         ))
 
     def consume(self):

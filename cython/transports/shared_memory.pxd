@@ -18,3 +18,4 @@ cdef class Mapping:
 
     cdef void _enlist(self) noexcept nogil
     cdef void _strike_off(self) noexcept nogil
+    cdef int _map_again(self, int kind) except -1

@@ -30,12 +30,20 @@ may lie there (`given_out`). Workers of a data loader, mostly forked before the 
 zeros that are their own, and keep no page of buckets that their parent has given back. The pieces
 of other ranks are taken from the child; only the reducer knows their addresses.
 All calls of the C library's fork() are seen, so those from libraries in other languages too.
+
+Note [One piece for all]
+~~~~~~~~~~~~~~~~~~~~~~~~
+Parameters that a node's ranks share lie in one piece (`allocate_common`), because a parameter may
+belong to several ranks. Each rank takes the pages of its own ranges, and keeps a descriptor: to map
+the piece as private for a while (`make_private`), where writes stay this process's own until one
+rank puts them into the file (`keep_writes`) and all map the file again (`share_again`).
 """
 
 import os
 
 from cpython.buffer cimport PyBuffer_FillInfo
 from libc.errno cimport EINVAL, errno
+from libc.string cimport memcmp, memcpy
 
 from mpiddp.mpi.errors cimport check_errno
 from mpiddp.system.posix cimport (
@@ -47,6 +55,7 @@ cdef extern from "<sys/mman.h>" nogil:
     void *mmap(void *, size_t, int, int, int, long long)
     int munmap(void *, size_t)
     int madvise(void *, size_t, int)
+    int mprotect(void *, size_t, int)
     const int PROT_NONE
     const int PROT_READ
     const int PROT_WRITE
@@ -79,6 +88,7 @@ cdef extern from *:
     const int MADV_POPULATE_WRITE
 
 cdef enum:
+    PAGE = 4096                     # or a multiple of it
     LARGE_PAGES_FROM = 1 << 21
 
     # Of Linux 6.3 and newer; administrators may refuse files without it (vm.memfd_noexec).
@@ -148,14 +158,15 @@ cdef class Mapping:
     Args:
         descriptor: of the file; it may be closed afterwards, unless it is `own`.
         size: in bytes.
-        own: the descriptor is closed with the mapping, and the pages are taken, see Note [Which
-            pages]. Forked children may keep the content, see Note [Memory in forked children].
+        own: the descriptor is closed with the mapping. Forked children may keep the content, see
+            Note [Memory in forked children].
+        populate: take all pages, see Note [Which pages].
 
     Raises:
         OSError: the file cannot be mapped.
     """
 
-    def __init__(self, int descriptor, Py_ssize_t size, *, bint own=False):
+    def __init__(self, int descriptor, Py_ssize_t size, *, bint own=False, bint populate=False):
         cdef Segment *segment = &self.segment
         cdef file_status status
         cdef void *address = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0)
@@ -166,7 +177,7 @@ cdef class Mapping:
         if size >= LARGE_PAGES_FROM:
             # Not every kernel can, none need.
             madvise(address, size, MADV_HUGEPAGE)
-            if own:
+            if populate:
                 madvise(address, size, MADV_POPULATE_WRITE)
         segment.address = self.address
         segment.size = size
@@ -203,6 +214,63 @@ cdef class Mapping:
         if self.segment.next != NULL:
             self.segment.next.previous = self.segment.previous
         pthread_mutex_unlock(&segments_lock)
+
+    def allow_writes(self, bint allowed):
+        """Let this process write there, or end it when it tries. Not collective.
+
+        Raises:
+            OSError: the kernel refuses.
+        """
+        cdef int access = PROT_READ | PROT_WRITE if allowed else PROT_READ
+        if mprotect(self.address, self.size, access) != 0:
+            raise OSError(errno, f"mprotect of {self.size} bytes: {os.strerror(errno)}")
+
+    def make_private(self):
+        """Let what this process writes from now on be its own, see Note [One piece for all].
+
+        Not collective.
+
+        Raises:
+            OSError: the kernel refuses.
+        """
+        self._map_again(MAP_PRIVATE | MAP_NORESERVE)
+
+    def share_again(self):
+        """Show the file again, as all ranks see it. Not collective.
+
+        Raises:
+            OSError: the kernel refuses.
+        """
+        self._map_again(MAP_SHARED)
+
+    def keep_writes(self):
+        """Put what this process has written since `make_private` into the file. Not collective.
+
+        Raises:
+            OSError: the kernel refuses to map the file.
+        """
+        cdef size_t start = 0, size
+        cdef char *file = <char *>mmap(
+            NULL, self.size, PROT_READ | PROT_WRITE, MAP_SHARED, self.segment.descriptor, 0)
+        if file == MAP_FAILED:
+            raise OSError(errno, f"mmap of {self.size} bytes: {os.strerror(errno)}")
+        with nogil:
+            while start < <size_t>self.size:
+                size = min(<size_t>PAGE, <size_t>self.size - start)
+                if memcmp(file + start, self.address + start, size):
+                    memcpy(file + start, self.address + start, size)
+                start += size
+        munmap(file, self.size)
+
+    cdef int _map_again(self, int kind) except -1:
+        if mmap(
+            self.address, self.size, PROT_READ | PROT_WRITE, kind | MAP_FIXED,
+            self.segment.descriptor, 0,
+        ) == MAP_FAILED:
+            raise OSError(errno, f"mmap of {self.size} bytes: {os.strerror(errno)}")
+        if self.size >= LARGE_PAGES_FROM:
+            madvise(self.address, self.size, MADV_HUGEPAGE)
+        return 0
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         PyBuffer_FillInfo(buffer, self, self.address, self.size, 0, flags)
@@ -244,13 +312,79 @@ def allocate(node, Py_ssize_t size):
                 )
         except (MemoryError, OSError) as error:
             problem = f"cannot map the memory of rank {rank} of the node: {error}"
+    _raise_problems(node, problem)
+    return mappings
+
+
+def allocate_common(node, Py_ssize_t size, ranges):
+    """Return a mapping of one piece of `size` zero bytes that all ranks of a node share.
+
+    Collective over `node`. See Note [One piece for all].
+
+    Args:
+        node: an mpi4py communicator whose ranks share memory.
+        size: in bytes, greater than zero, the same on all ranks.
+        ranges: pairs of first and last byte (exclusive) whose pages this rank takes. Pages that no
+            rank takes cost nothing until somebody writes there.
+
+    Raises:
+        OSError: some rank cannot map the piece or take its pages; raised on all ranks.
+    """
+    cdef Mapping mapping = None
+    descriptor = -1
+    problem = ""
+    found = None
+    if node.Get_rank() == 0:
+        try:
+            descriptor = _create_file()
+            os.ftruncate(descriptor, size)
+            found = f"/proc/{os.getpid()}/fd/{descriptor}", _identity(descriptor)
+        except (AttributeError, OSError) as error:
+            problem = f"cannot make {size} bytes of shared memory: {error}"
+    found = node.bcast(found)
+    if found is not None:
+        try:
+            if descriptor < 0:
+                descriptor = _open(*found)
+            mapping = Mapping(descriptor, size, own=True)
+            mapping.segment.given_out = True
+            for start, end in _whole_pages(ranges):
+                if end - start >= LARGE_PAGES_FROM:
+                    madvise(mapping.address + <size_t>start, end - start, MADV_POPULATE_WRITE)
+                os.posix_fallocate(descriptor, start, min(end, size) - start)
+        except (MemoryError, OSError) as error:
+            problem = f"cannot map {size} bytes of shared memory: {error}"
+    if mapping is None and descriptor >= 0:
+        os.close(descriptor)
+    _raise_problems(node, problem)
+    return mapping
+
+
+def _whole_pages(ranges):
+    """Return ranges of bytes as ranges of pages, those that touch each other joined."""
+    joined = []
+    open_start = open_end = 0
+    for start, end in sorted(ranges):
+        start, end = start // PAGE * PAGE, -(-end // PAGE) * PAGE
+        if start <= open_end:
+            open_end = max(end, open_end)
+            continue
+        if open_end > open_start:
+            joined.append((open_start, open_end))
+        open_start, open_end = start, end
+    if open_end > open_start:
+        joined.append((open_start, open_end))
+    return joined
+
+
+def _raise_problems(node, problem):
+    """Raise on all ranks what some rank has met. Collective over `node`."""
     problems = [
         f"rank {rank} of the {node.Get_size()} on {os.uname().nodename} {text}"
         for rank, text in enumerate(node.allgather(problem)) if text
     ]
     if problems:
         raise OSError(problems[0])
-    return mappings
 
 
 def _make(Py_ssize_t size):
@@ -259,7 +393,7 @@ def _make(Py_ssize_t size):
     descriptor = _create_file()
     try:
         os.ftruncate(descriptor, size)
-        own = Mapping(descriptor, size, own=True)
+        own = Mapping(descriptor, size, own=True, populate=True)
     except BaseException:
         os.close(descriptor)
         raise
@@ -282,12 +416,19 @@ def _identity(descriptor):
     return status.st_dev, status.st_ino
 
 
-def _map(path, expected, size):
+def _open(path, expected):
+    """Return a descriptor of another rank's file."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    # In another container the same path may lead to another process.
+    if _identity(descriptor) != tuple(expected):
+        os.close(descriptor)
+        raise OSError(f"{path} is another file: do the ranks see the same processes?")
+    return descriptor
+
+
+def _map(path, expected, size):
+    descriptor = _open(path, expected)
     try:
-        # In another container the same path may lead to another process.
-        if _identity(descriptor) != expected:
-            raise OSError(f"{path} is another file: do the ranks see the same processes?")
         return Mapping(descriptor, size)
     finally:
         os.close(descriptor)

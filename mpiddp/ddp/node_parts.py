@@ -1,0 +1,157 @@
+"""Which rank of a node owns which elements of the parameters.
+
+A rank owns the chunks of each bucket whose mean the transport inside the node gives to it, see
+Note [Who reduces a chunk] in shared.pyx. So what it averages is what it steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpiddp.reducer.bucket import bytes_needed
+from mpiddp.transports.shared import SharedBuckets
+
+if TYPE_CHECKING:
+    from mpiddp.reducer.bucket import Bucket
+
+# Of a bucket's bytes, where the transport does not say how much it gives to a rank at once.
+CHUNK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements of one parameter that one rank owns.
+
+    Attributes:
+        number: counts the slices, the same on all ranks.
+        parameter: index of the parameter in the reducer.
+        bucket: index of its bucket.
+        start: first element in the bucket.
+        stop: the element behind the last one.
+        owner: rank in the node.
+    """
+
+    number: int
+    parameter: int
+    bucket: int
+    start: int
+    stop: int
+    owner: int
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Where the parameters of a bucket lie in its memory, and to whom the parts of it belong.
+
+    Attributes:
+        dtype: of the parameters.
+        starts: first element of each parameter, by its index in the reducer.
+        sizes: number of elements of each parameter, by its index in the reducer.
+        chunk_bytes: what belongs to one rank at least.
+        owners: rank in the node of each chunk.
+    """
+
+    dtype: torch.dtype
+    starts: dict[int, int]
+    sizes: dict[int, int]
+    chunk_bytes: int
+    owners: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of all parameters."""
+        return sum(self.sizes.values())
+
+    @property
+    def chunk_elements(self) -> int:
+        """Number of elements in a chunk."""
+        return self.chunk_bytes // self.dtype.itemsize
+
+    def parts(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int, int]]:
+        """Yield start, stop and owner of what belongs to one rank each, in order.
+
+        Args:
+            start: first element.
+            stop: the element behind the last one; None is the end.
+        """
+        stop = self.elements if stop is None else stop
+        size = self.chunk_elements
+        while start < stop:
+            chunk = start // size
+            owner = self.owners[chunk]
+            while (chunk + 1) * size < stop and self.owners[chunk + 1] == owner:
+                chunk += 1
+            end = min((chunk + 1) * size, stop)
+            yield start, end, owner
+            start = end
+
+
+def owner_of(chunk: int, chunks: int, bucket: int, ranks: int) -> int:
+    """Return the rank of the node that owns a chunk, as `owner_of` in shared.pyx does it.
+
+    Not collective.
+    """
+    if chunks < ranks:
+        return (bucket + chunk) % ranks
+    return ((chunk + 1) * ranks - 1) // chunks
+
+
+def lay_out(bucket: Bucket, parameters: Sequence[torch.Tensor], ranks: int) -> BucketLayout:
+    """Return the layout of a bucket. Not collective.
+
+    Args:
+        bucket: a bucket on the CPU that is not sparse.
+        parameters: of the reducer.
+        ranks: how many the node has.
+    """
+    members = [parameters[index] for index in bucket.parameter_indices]
+    memory = bucket.memory.owner if bucket.memory is not None else None
+    has_owners = isinstance(memory, SharedBuckets) and memory.has_owners
+    chunk_bytes = memory.chunk_bytes if isinstance(memory, SharedBuckets) and has_owners else 0
+    chunk_bytes = chunk_bytes or CHUNK_BYTES
+    chunks = -(-bytes_needed(members) // chunk_bytes)
+    starts, sizes, start = {}, {}, 0
+    for index, member in zip(bucket.parameter_indices, members, strict=True):
+        starts[index], sizes[index] = start, member.numel()
+        start += member.numel()
+    owners = tuple(owner_of(chunk, chunks, bucket.index, ranks) for chunk in range(chunks))
+    return BucketLayout(members[0].dtype, starts, sizes, chunk_bytes, owners)
+
+
+def cut(
+    layouts: Sequence[BucketLayout], indices: Sequence[int], most: int | None, first: int = 0
+) -> list[Slice]:
+    """Return the slices of some parameters, of all owners. Not collective.
+
+    Args:
+        layouts: of all buckets.
+        indices: of the parameters.
+        most: elements that a slice has at most; None: no limit.
+        first: number of the first slice.
+    """
+    buckets = {index: number for number, layout in enumerate(layouts) for index in layout.starts}
+    slices: list[Slice] = []
+    for index in indices:
+        layout = layouts[buckets[index]]
+        begin = layout.starts[index]
+        for start, stop, owner in layout.parts(begin, begin + layout.sizes[index]):
+            # Of equal size, and none that is tiny.
+            pieces = 1 if most is None else -(-(stop - start) // most)
+            size = -(-(stop - start) // pieces)
+            number = first + len(slices)
+            slices.extend(
+                Slice(
+                    number + piece,
+                    index,
+                    buckets[index],
+                    start + piece * size,
+                    min(start + (piece + 1) * size, stop),
+                    owner,
+                )
+                for piece in range(pieces)
+            )
+    return slices
