@@ -23,6 +23,7 @@ _FLAGS = (
     "skip_all_reduce_unused_params",
     "batched_grad_copy",
     "forward_sync_buffers",
+    "shared_parameters",
 )
 
 
@@ -116,6 +117,43 @@ def _is_on_cpu(module: torch.nn.Module) -> bool:
 def has_streams(module: torch.nn.Module) -> bool:
     """Whether some parameter is on a GPU. Not collective."""
     return any(runtime_of(parameter.device) for parameter in module.parameters())
+
+
+def check_shared_parameters(module: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Check that a module's parameters can be shared within a node. Not collective.
+
+    Raises:
+        ValueError: something else was asked for that does not go with it, a parameter is on a GPU,
+            or its gradient is sparse.
+    """
+    if not arguments["shared_parameters"]:
+        return
+    for name in (
+        "mixed_precision",
+        "delay_all_reduce_named_params",
+        "skip_all_reduce_unused_params",
+    ):
+        if arguments[name]:
+            raise ValueError(f"shared_parameters does not work together with {name}")
+    for name, parameter in module.named_parameters():
+        if parameter.device.type != "cpu":
+            raise ValueError(
+                f"shared_parameters works on the CPU only, and parameter {name} is on "
+                f"{parameter.device}"
+            )
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise ValueError(
+                f"shared_parameters does not work together with an optimizer in backward, which "
+                f"parameter {name} has"
+            )
+    for name, layer in module.named_modules():
+        if getattr(layer, "sparse", False) and isinstance(
+            layer, torch.nn.Embedding | torch.nn.EmbeddingBag
+        ):
+            raise ValueError(
+                f"shared_parameters needs dense gradients, and those of {name or 'the module'} "
+                f"are sparse"
+            )
 
 
 def check_process_group(process_group: object, device_mesh: Any) -> None:

@@ -5,26 +5,18 @@ See joined.pyx. The rest of join() is torch's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 
+from mpiddp.ddp.parameter_sharing import ParameterSharing
 from mpiddp.reducer import joined
 from mpiddp.torch_internals.compiler import skip_compilation
-from mpiddp.torch_internals.versions import TorchWrapper
-
-if TYPE_CHECKING:
-    from mpiddp.ddp.torch_reducer import TorchReducer
-    from mpiddp.process_group.group import ProcessGroup
 
 
 @skip_compilation
-class UnevenInputs(TorchWrapper):
+class UnevenInputs(ParameterSharing):
     """torch's wrapper, whose ranks may have different numbers of inputs. Collective."""
 
-    process_group: ProcessGroup
-    reducer: TorchReducer  # type: ignore[assignment]  # answers to the same calls as torch's
     _divide_by_initial_world_size: bool
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool | None:
@@ -44,6 +36,9 @@ class UnevenInputs(TorchWrapper):
         if self._join_config.is_first_joinable and not self._divide_by_initial_world_size:
             divisor = self._ranks_to_reduce
         joined.begin(self.reducer, divisor)
+        if self._shared_parameters is not None and self._shared_parameters.followers:
+            joined.finish(self.reducer)
+            self._shared_parameters.step_for_others()
 
     def _match_unused_params_allreduce(self) -> None:
         """Do nothing: the reduction itself says who used what. Overrides torch's method."""
@@ -51,4 +46,5 @@ class UnevenInputs(TorchWrapper):
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         """Copy the last joiner's model to all. Collective. Overrides torch's method."""
         joined.finish(self.reducer)
-        super()._sync_final_model(is_last_joiner)
+        with self.writing():
+            super()._sync_final_model(is_last_joiner)

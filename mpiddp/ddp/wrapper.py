@@ -29,11 +29,7 @@ from mpiddp.ddp.buffer_broadcast import broadcast_in_buffers
 from mpiddp.ddp.groups import group_of, is_communicator
 from mpiddp.ddp.hook_registration import HookRegistration
 from mpiddp.ddp.logger import Logger, logs_errors
-from mpiddp.ddp.mixed_precision import (
-    NarrowParameters,
-    compression_of,
-    gradient_dtypes,
-)
+from mpiddp.ddp.mixed_precision import NarrowParameters, compression_of, gradient_dtypes
 from mpiddp.ddp.torch_reducer import TorchReducer
 from mpiddp.ddp.uneven_inputs import UnevenInputs
 from mpiddp.engine import forks
@@ -54,7 +50,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpiddp.engine.engine import Channel
-    from mpiddp.process_group.group import ProcessGroup
 
 
 @skip_compilation
@@ -102,6 +97,8 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
         transport: how gradients travel: "shared" (in memory that the ranks of a node share),
             "exchange" (each rank adds a slice of all), "mpi" (MPI_Iallreduce), or "auto", which
             takes what is faster. None is MPIDDP_TRANSPORT from the environment, else "auto".
+        shared_parameters: whether the ranks of a node share their parameters, which a
+            `mpiddp.optim.NodeOptimizer` must step; then gradients are views.
 
     Raises:
         TypeError: `module` is not a module, `process_group` not of mpiddp, a flag not a bool, or
@@ -115,14 +112,13 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
     # Where users import it from: pickles hold this name, and survive when the file moves.
     __module__ = "mpiddp"
 
-    process_group: ProcessGroup
     _init_sync_buffers: bool
     # torch's configuration; None without one, or on a GPU.
     _precision_on_cpu: Any
     _transport: str
+    _wants_sharing: bool
     _default_bucket_sizes: bool
     logger: Logger
-    _divide_by_initial_world_size: bool
     # torch's constructor ends early, and before it sets this, if all parameters are delayed.
     _lazy_init_ran = False
 
@@ -150,12 +146,14 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
         forward_sync_buffers: bool | None = None,
         *,
         transport: str | None = None,
+        shared_parameters: bool = False,
     ) -> None:
         arguments = dict(locals())
         forks.check("DistributedDataParallel")
         argument_checks.check_module(module)
         argument_checks.check_flags(arguments)
         argument_checks.check_devices(module, device_ids, output_device)
+        argument_checks.check_shared_parameters(module, arguments)
         argument_checks.check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
         if is_communicator(process_group):
             process_group = group_of(process_group)
@@ -167,6 +165,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
         object.__setattr__(self, "_init_sync_buffers", with_buffers)
         object.__setattr__(self, "_default_bucket_sizes", bucket_cap_mb is None)
         object.__setattr__(self, "_transport", requested_transport(transport))
+        object.__setattr__(self, "_wants_sharing", bool(shared_parameters))
         on_cpu = mixed_precision is not None and not argument_checks.has_streams(module)
         object.__setattr__(self, "_precision_on_cpu", mixed_precision if on_cpu else None)
         super().__init__(
@@ -180,7 +179,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
             check_reduction=check_reduction,
-            gradient_as_bucket_view=gradient_as_bucket_view,
+            gradient_as_bucket_view=gradient_as_bucket_view or shared_parameters,
             static_graph=static_graph,
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
@@ -197,6 +196,9 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
             self.mixed_precision = mixed_precision
             _setup_mixed_precision_params(mixed_precision, module)
             _cast_buffers(mixed_precision, module)
+        if shared_parameters:
+            self._share_parameters()
+            self._wants_sharing = False  # copies have parameters of their own
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         parameters, expect_sparse = super()._build_params_for_reducer()
@@ -219,6 +221,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
         }
         trained = [name for name, tensor in tensors.items() if tensor.requires_grad]
         settings = {
+            "shared_parameters": self._wants_sharing,
             "bucket_cap_mb": self.bucket_bytes_cap / 2**20,
             "bucket_cap_mb_list": self.bucket_bytes_cap_list,
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
@@ -421,6 +424,8 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
             new_process_group = group_of(new_process_group)
         if _rank_not_in_group(new_process_group):
             return
+        if self._shared_parameters is not None:
+            raise RuntimeError("a module with shared_parameters keeps its process group")
         argument_checks.check_process_group(new_process_group, None)
         self.reducer._remove_autograd_hooks()
         # Recognised hooks of this module's old group get the new one.

@@ -116,6 +116,7 @@ class TestArguments:
             "static_graph",
             "skip_all_reduce_unused_params",
             "batched_grad_copy",
+            "shared_parameters",
         ],
     )
     def test_flag_of_another_type(self, name: str) -> None:
@@ -312,6 +313,7 @@ DIFFERENT_ARGUMENTS: dict[str, tuple[Any, Any]] = {
     "gradient_as_bucket_view": (False, True),
     "find_unused_parameters": (False, True),
     "forward_sync_buffers": (True, False),
+    "shared_parameters": (False, True),
 }
 
 
