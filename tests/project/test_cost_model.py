@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,6 +35,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         "between_hosts",
         "measuring",
         "names",
+        "optimizer_cost",
     ):
         if name not in before:
             sys.modules.pop(name, None)
@@ -303,6 +305,31 @@ def test_predictions_to_16384_ranks(model: ModuleType) -> None:
     assert scaling.chosen(16, 4) == "direct"
     assert scaling.chosen(1024, 2) == "two-level"
     assert "16384" in scaling.report()
+
+
+def test_the_optimizer_is_predicted(model: ModuleType) -> None:
+    """The table of scaling.md, and fused steps beside measured ones at one bandwidth."""
+    cost = importlib.import_module("optimizer_cost")
+    shown = (BENCHMARKS / "scaling.md").read_text(encoding="utf-8")
+    for line in cost.report().splitlines()[1:]:
+        figures = line.split()[-3:]
+        assert f"| {' | '.join(figures)} |" in shown
+    names = importlib.import_module("names")
+    for mpi in ("openmpi", "mpich"):
+        file = BENCHMARKS / "results" / f"optimizer-{mpi}.json"
+        found = {
+            (record["optimizer"], record["candidate"]): statistics.median(record["alone"])
+            for record in json.loads(file.read_text(encoding="utf-8"))["optimizers"]
+            if record["model"] == "3 x Linear(4096)" and record["ranks"] == 2
+        }
+        size = 4 * 3 * (4096 * 4096 + 4096)
+        plain = found["SGD, momentum", names.OURS]
+        memory = cost.PASSES["SGD, momentum"].each * size * 2 / plain
+        for candidate, replicas in ((names.OURS, 2), (names.OURS_NODE, 1)):
+            passes = cost.PASSES["AdamW"].once
+            predicted = cost.optimizer_seconds(passes, size, replicas, memory)
+            measured = found["AdamW, fused", candidate]
+            assert 0.5 < measured / predicted < 2
 
 
 def test_the_plot_is_drawn(model: ModuleType, tmp_path: Path) -> None:

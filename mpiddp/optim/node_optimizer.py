@@ -1,0 +1,452 @@
+"""NodeOptimizer: each rank steps its part of the parameters, once for all ranks of its node.
+
+Note [Slices in blocks]
+~~~~~~~~~~~~~~~~~~~~~~~
+An optimizer of torch that is not fused passes over a parameter about ten times. On a CPU that is
+bound by memory, unless what it passes over stays in the cache. So slices are no longer than
+BLOCK_BYTES, and the optimizer takes one after the other. Fused ones pass once, and `foreach` ones
+pass over all tensors in each operation: both get long slices.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from mpiddp.ddp import node_parts
+from mpiddp.ddp.shared_parameters import SharedParameters
+from mpiddp.ddp.wrapper import DistributedDataParallel
+from mpiddp.optim import grad_scaler
+from mpiddp.optim.elementwise import StateKind, find_state
+from mpiddp.optim.members import Member, OwnSlice
+from mpiddp.optim.state_memory import StateMemory
+
+BLOCK_BYTES = 1 << 19
+
+
+class NodeOptimizer(torch.optim.Optimizer, Joinable):
+    """Step each parameter of a node once, in place, for all ranks of the node.
+
+    Collective: all ranks of the model's process group construct it, and step it, together. Each
+    rank steps the part of the parameters whose gradients it has averaged itself. So the optimizer's
+    time, its traffic, and the memory of parameters and state are divided by the ranks of the node,
+    and nothing is gathered afterwards. `step` does not wait for the other ranks' parts: the next
+    forward does, as do `state_dict` and `parameters` of the model.
+
+    After a backward, ``.grad`` holds the mean only in this rank's part, unless `whole_gradients`,
+    or unless there are several nodes: use `clip_grad_norm_`, `gradient_norm` and `gradients`.
+
+    Within ``model.join()`` it steps once after each backward that is reduced, with the settings
+    of a rank that has inputs.
+
+    Args:
+        model: a `mpiddp.DistributedDataParallel` with ``shared_parameters=True``.
+        optimizer_class: of torch or the user's. It must be elementwise, which is tried.
+        params: parameters of the model, or groups of them, as torch's optimizers take them. None is
+            all that need a gradient.
+        whole_gradients: whether all of ``.grad`` is the mean on every rank, which costs writing it.
+        settings: those of `optimizer_class`.
+
+    Raises:
+        TypeError: `optimizer_class` does not treat each element by itself, as LBFGS, Adafactor and
+            Muon.
+        ValueError: `model` does not share parameters, or some parameter is not the model's.
+        OSError: some rank has too little memory for its state; raised on all ranks.
+    """
+
+    # Where users import it from.
+    __module__ = "mpiddp.optim"
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer_class: type[torch.optim.Optimizer],
+        params: Iterable[Any] | None = None,
+        *,
+        whole_gradients: bool = False,
+        **settings: Any,
+    ) -> None:
+        wrapper = getattr(model, "_orig_mod", model)  # of torch.compile
+        shared = getattr(wrapper, "_shared_parameters", None)
+        if not isinstance(wrapper, DistributedDataParallel) or shared is None:
+            raise ValueError(
+                "NodeOptimizer needs a DistributedDataParallel of mpiddp that was made with "
+                "shared_parameters=True"
+            )
+        if settings.get("differentiable"):
+            raise ValueError("the step of a NodeOptimizer is not differentiable")
+        Joinable.__init__(self)
+        self._wrapper = weakref.ref(wrapper)
+        self._shared: SharedParameters = shared
+        self._class = optimizer_class
+        self._settings = settings
+        self._indices = {id(parameter): n for n, parameter in enumerate(shared.parameters)}
+        self._frozen = {
+            id(parameter) for parameter in wrapper.parameters() if not parameter.requires_grad
+        }
+        self._members: list[Member] = []
+        self._without_state: list[Member] = []
+        self._slices = 0
+        self._inner: torch.optim.Optimizer | None = None
+        if params is None:
+            params = [parameter for parameter in wrapper.parameters() if parameter.requires_grad]
+        # Only to learn the defaults.
+        defaults = optimizer_class([{"params": []}], **settings).defaults
+        torch.optim.Optimizer.__init__(self, params, defaults)
+        made = [self._prepare(group) for group in self.param_groups]
+        self._inner = optimizer_class([inner for inner, _ in made], **settings)
+        # What hooks of all optimizers see is this one, once.
+        step = type(self._inner).step
+        self._inner_step: Callable[[Any], Any] = getattr(step, "__wrapped__", step)
+        for _, members in made:
+            self._begin(members)
+        shared.followers.append(weakref.WeakMethod(self._step_for_others))
+        if not whole_gradients:
+            shared.send_means_to_owners()
+        shared.exchange(0)  # what is there from the start is there for all ranks
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a NodeOptimizer cannot be copied or pickled: use its state_dict")
+
+    # Construction.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the model, as torch's method of this name. Collective.
+
+        Raises:
+            TypeError: with these settings the optimizer does not treat each element by itself.
+            ValueError: a parameter is not the model's.
+        """
+        super().add_param_group(param_group)
+        if self._inner is not None:
+            inner, members = self._prepare(self.param_groups[-1])
+            self._inner.add_param_group(inner)
+            self._begin(members)
+            self._shared.exchange(0)
+
+    def _prepare(self, group: dict[str, Any]) -> tuple[dict[str, Any], list[Member]]:
+        """Return a group of this rank's slices of the parameters of a group. Collective."""
+        shared = self._shared
+        members = []
+        for parameter in group["params"]:
+            if id(parameter) in self._indices:
+                index = self._indices[id(parameter)]
+                members.append(Member(index, parameter, self._find_state(group, parameter.dtype)))
+            elif id(parameter) not in self._frozen:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is not one that the model "
+                    f"shares: a NodeOptimizer steps those of one model"
+                )
+        most = None
+        if members and not group.get("foreach") and not group.get("fused"):
+            most = BLOCK_BYTES // members[0].tensor.itemsize
+        indices = [member.index for member in members]
+        slices = node_parts.cut(shared.layouts, indices, most, self._slices)
+        self._slices += len(slices)
+        kinds = {member.index: member.kinds for member in members}
+        memory = StateMemory(shared, slices, kinds) if any(kinds.values()) else None
+        own: dict[int, list[OwnSlice]] = defaultdict(list)
+        for part in slices:
+            if part.owner == shared.rank:
+                piece = OwnSlice(part, shared.flat[part.bucket])
+                own[part.parameter].append(piece)
+                for key in kinds[part.parameter]:
+                    assert memory is not None
+                    piece.state[key] = memory.of_slice(part, key)
+        for member in members:
+            member.memory = memory
+            member.own = own[member.index]
+        inner = {**_settings_of(group), "params": _tensors(members)}
+        return inner, members
+
+    def _find_state(self, group: dict[str, Any], dtype: torch.dtype) -> dict[str, StateKind]:
+        settings = _settings_of(group)
+
+        def make(tensors: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+            return self._class([{**settings, "params": list(tensors)}], **self._settings)
+
+        return find_state(make, dtype, self._class.__name__)
+
+    def _begin(self, members: list[Member]) -> None:
+        """Take parameters that are new. Not collective."""
+        self._members += members
+        self._without_state += [member for member in members if member.kinds]
+        self._bind()
+        assert self._inner is not None
+        # Some optimizers have a state before the first step.
+        if any(self._inner.state[piece.tensor] for member in members for piece in member.own):
+            self._keep_state(members)
+        trial = self._class([torch.zeros(2)], **self._settings)
+        if any(trial.state.values()):
+            self._show_state(members)
+        self._inner.state = defaultdict(
+            dict, {tensor: state for tensor, state in self._inner.state.items() if state}
+        )
+
+    # The step.
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step this rank's part. Collective, but it does not wait for the others' parts.
+
+        Args:
+            closure: computes the loss again, with gradients; called once on each rank.
+
+        Returns:
+            What the closure returns.
+
+        Raises:
+            RuntimeError: another rank failed in this step, or did not come within the group's
+                timeout. What this rank's part raises is raised, too. Parameters that were half
+                changed are not used any more, and not saved.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        Join.notify_join_context(self)
+        self._take_gradients()
+        settings = [_settings_of(group) for group in self.param_groups]
+        wrapper = self._wrapper()
+        if wrapper is not None and wrapper._join_config.enable:
+            self._shared.tell_all(settings)
+        with self._shared.stepping():
+            self._step_own(settings)
+            for outer, inner in zip(self.param_groups, self._inner_groups, strict=True):
+                outer.update(_settings_of(inner))
+        return loss
+
+    @property
+    def _inner_groups(self) -> list[dict[str, Any]]:
+        assert self._inner is not None
+        return self._inner.param_groups
+
+    def _step_own(self, settings: Iterable[dict[str, Any]]) -> None:
+        """Step this rank's slices with these settings of the groups."""
+        for group, of_group in zip(self._inner_groups, settings, strict=True):
+            group.update(of_group)
+        self._inner_step(self._inner)
+        self._keep_state(self._members)
+        if self._without_state:
+            self._show_state([m for m in self._without_state if m.has_gradient])
+
+    def _step_for_others(self) -> None:
+        """Step this rank's part with the means of the others, and with their settings."""
+        told = self._shared.tell_all(None)
+        reducer = self._shared.reducer
+        self._shared.bind()
+        self._bind()
+        for member in self._members:
+            member.has_gradient = reducer.was_used_anywhere(member.index)
+            member.show_gradient()
+        with torch.no_grad(), self._shared.stepping():
+            self._step_own(next(settings for settings in told if settings is not None))
+        self._bind()
+
+    # What Join asks; the model's own hook steps for the others.
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return a hook that does nothing. Not collective."""
+        return JoinHook()
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of Join's own messages."""
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        """The model's process group."""
+        return self._shared.group
+
+    def _bind(self) -> None:
+        """Give the slices their gradients' memory, if that is new."""
+        shared = self._shared
+        self._bound = shared.reducer.buckets
+        gradients = [bucket.gradients for bucket in self._bound]
+        views = {
+            index: view
+            for bucket in self._bound
+            for index, view in zip(bucket.parameter_indices, bucket.views, strict=True)
+        }
+        for member in self._members:
+            member.bind(views[member.index], gradients)
+
+    @torch.no_grad()
+    def _take_gradients(self) -> None:
+        """Let the slices have the gradients that their parameters have."""
+        self._shared.bind()
+        if self._bound is not self._shared.reducer.buckets:
+            self._bind()
+        for member in self._members:
+            member.take_gradient()
+
+    def _keep_state(self, members: Iterable[Member]) -> None:
+        """Move what the optimizer has made new into shared memory."""
+        assert self._inner is not None
+        for member in members:
+            member.keep_state(self._inner.state, self._class.__name__)
+
+    def _show_state(self, members: Iterable[Member]) -> None:
+        """Let `state` have the whole state of parameters that have one now."""
+        for member in members:
+            if member.memory is not None and member.tensor.numel():
+                self.state[member.tensor] = {
+                    key: member.memory.of_parameter(member.index, key) for key in member.kinds
+                }
+        self._without_state = [m for m in self._without_state if m.tensor not in self.state]
+
+    # Gradients.
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or zero the gradients, as torch's method. Not collective."""
+        super().zero_grad(set_to_none)
+        self._shared.note_whole(member.index for member in self._members)
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Return the mean gradient of each parameter, in the order of the groups. Collective.
+
+        Afterwards each ``.grad`` is the mean as a whole on every rank.
+        """
+        self._take_gradients()
+        self._shared.complete()
+        return [parameter.grad for group in self.param_groups for parameter in group["params"]]
+
+    @torch.no_grad()
+    def gradient_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """Return the norm of all mean gradients as one vector, with the same bits everywhere.
+
+        Collective.
+
+        Args:
+            norm_type: greater than zero, or infinity for the largest absolute value.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        if not norm_type > 0:
+            raise ValueError(f"norm_type must be greater than zero, not {norm_type!r}")
+        self._take_gradients()
+        found = self._own_gradients()
+        norms = [norm.double() for norm in torch._foreach_norm(found, norm_type)] if found else []
+        own = torch.linalg.vector_norm(torch.stack(norms), norm_type).item() if norms else 0.0
+        # Python's max would overlook some NaNs.
+        numbers = torch.tensor(self._shared.exchange(own), dtype=torch.float64)
+        total = torch.linalg.vector_norm(numbers, norm_type)
+        if self._shared.across_nodes:
+            self._shared.broadcast(total)
+        dtype = found[0].real.dtype if found else torch.get_default_dtype()
+        norm: torch.Tensor = total.to(torch.float32 if dtype.itemsize == 2 else dtype)
+        return norm
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients so that their norm is at most `max_norm`; return what it was.
+
+        Collective. As `torch.nn.utils.clip_grad_norm_` of all parameters of this optimizer.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: as for `gradient_norm`.
+            error_if_nonfinite: whether to raise if the norm is infinite or NaN.
+
+        Raises:
+            RuntimeError: it is, on all ranks.
+        """
+        norm = self.gradient_norm(norm_type)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients is {norm.item()}, so it cannot "
+                f"be clipped"
+            )
+        factor = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
+        if self._shared.has_partial_means():
+            found = self._own_gradients()
+        else:
+            found = [m.view for m in self._members if m.has_gradient]
+        if found:
+            torch._foreach_mul_(found, factor.item())
+        return norm
+
+    def _own_gradients(self) -> list[torch.Tensor]:
+        return [
+            piece.gradient
+            for member in self._members
+            if member.has_gradient
+            for piece in member.own
+            if piece.gradient is not None
+        ]
+
+    def agree_on_overflow(self, found: Iterable[torch.Tensor]) -> None:
+        """Let each of these numbers be the largest of the node's ranks. Collective."""
+        found = list(found)
+        worst = max(self._shared.exchange(max((number.item() for number in found), default=0.0)))
+        for number in found:
+            number.fill_(worst)
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all parameters, as torch's plain optimizer would.
+
+        Not collective: the node's ranks share it. It waits for the other ranks' part of the last
+        step. Tensors are the state itself, not copies, as in torch.
+        """
+        self._shared.wait()
+        for member in self._members:
+            if member.tensor in self.state:
+                for key, kind in member.kinds.items():
+                    if kind.number is not None and member.memory is not None:
+                        place = member.memory.of_parameter(member.index, key)
+                        self.state[member.tensor][key] = kind.number(place.item())
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of a NodeOptimizer or of torch's plain optimizer. Collective.
+
+        Raises:
+            ValueError: its groups do not match.
+            RuntimeError: it has a state that this optimizer does not keep.
+        """
+        assert self._inner is not None
+        self._shared.wait()
+        super().load_state_dict(state_dict)
+        loaded, self.state = self.state, defaultdict(dict)
+        self._shared.exchange(0)  # nobody reads the old state any more
+        self._without_state = []
+        starts = {
+            index: start
+            for layout in self._shared.layouts
+            for index, start in layout.starts.items()
+        }
+        for member in self._members:
+            for piece in member.own:
+                self._inner.state.pop(piece.tensor, None)
+            given = loaded.get(member.tensor)
+            if not given:
+                self._without_state.append(member)
+                continue
+            states = member.load(given, starts[member.index], self._class.__name__)
+            for piece, state in zip(member.own, states, strict=True):
+                self._inner.state[piece.tensor] = state
+        self._show_state([member for member in self._members if loaded.get(member.tensor)])
+        self._shared.exchange(0)
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _tensors(members: Iterable[Member]) -> list[torch.Tensor]:
+    return [piece.tensor for member in members for piece in member.own]
+
+
+grad_scaler.install(NodeOptimizer)

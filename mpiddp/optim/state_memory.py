@@ -1,0 +1,107 @@
+"""What optimizers remember, in memory that the ranks of a node share.
+
+Each rank writes what belongs to its slices. All can read all of it, so a state_dict needs nobody
+else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpiddp.ddp.shared_parameters import AREA_BYTES
+from mpiddp.reducer.bucket import view_like
+
+if TYPE_CHECKING:
+    from mpiddp.ddp.node_parts import Slice
+    from mpiddp.ddp.shared_parameters import SharedParameters
+    from mpiddp.optim.elementwise import StateKind
+
+# Of a number: any dtype fits.
+SLOT_BYTES = 16
+
+
+class StateMemory:
+    """The state of some parameters.
+
+    Collective.
+
+    Args:
+        shared: the parameters of the module.
+        slices: of these parameters, those of all ranks.
+        kinds: what is kept, for each parameter's index, by key.
+
+    Raises:
+        OSError: some rank has too little memory; raised on all ranks.
+    """
+
+    def __init__(
+        self,
+        shared: SharedParameters,
+        slices: Sequence[Slice],
+        kinds: Mapping[int, Mapping[str, StateKind]],
+    ) -> None:
+        self._shared = shared
+        self._kinds = kinds
+        self._first_number = slices[0].number if slices else 0
+        self._first: dict[int, Slice] = {}
+        for part in slices:
+            self._first.setdefault(part.parameter, part)
+        self._starts: dict[tuple[str, torch.dtype, int], int] = {}
+        size, ranges = 0, []
+        keys = {
+            (key, kind.dtype, part.bucket): kind
+            for part in slices
+            for key, kind in kinds[part.parameter].items()
+            if kind.per_element
+        }
+        for (key, dtype, bucket), _ in sorted(keys.items(), key=lambda item: str(item[0])):
+            self._starts[key, dtype, bucket] = size
+            ranges += [
+                (size + part.start * dtype.itemsize, size + part.stop * dtype.itemsize)
+                for part in slices
+                if part.owner == shared.rank
+                and part.bucket == bucket
+                and kinds[part.parameter].get(key) == keys[key, dtype, bucket]
+            ]
+            size += -(-shared.layouts[bucket].elements * dtype.itemsize // AREA_BYTES) * AREA_BYTES
+        numbers = dict.fromkeys(
+            key
+            for of_parameter in kinds.values()
+            for key, kind in of_parameter.items()
+            if not kind.per_element
+        )
+        self._number_keys = {key: place for place, key in enumerate(sorted(numbers))}
+        self._numbers_start = size
+        # In slots of its own for each rank's slices: they are in one row, and small.
+        total = len(slices) * len(self._number_keys) * SLOT_BYTES
+        if total and shared.rank == 0:
+            ranges.append((size, size + total))
+        mapping = shared.allocate(size + total, ranges)
+        self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def of_slice(self, part: Slice, key: str) -> torch.Tensor:
+        """Return the memory of one key for a slice. Not collective."""
+        kind = self._kinds[part.parameter][key]
+        if not kind.per_element:
+            place = (part.number - self._first_number) * len(self._number_keys)
+            start = self._numbers_start + (place + self._number_keys[key]) * SLOT_BYTES
+            slot = self._bytes[start : start + kind.dtype.itemsize].view(kind.dtype)
+            return slot.view(kind.shape)
+        return self._flat(key, kind, part.bucket)[part.start : part.stop]
+
+    def of_parameter(self, index: int, key: str) -> torch.Tensor:
+        """Return the memory of one key for a whole parameter, in its shape. Not collective."""
+        kind, first = self._kinds[index][key], self._first[index]
+        if not kind.per_element:
+            return self.of_slice(first, key)
+        start = self._shared.layouts[first.bucket].starts[index]
+        parameter = self._shared.parameters[index]
+        return view_like(self._flat(key, kind, first.bucket), start, parameter).detach()
+
+    def _flat(self, key: str, kind: StateKind, bucket: int) -> torch.Tensor:
+        start = self._starts[key, kind.dtype, bucket]
+        size = self._shared.layouts[bucket].elements * kind.dtype.itemsize
+        return self._bytes[start : start + size].view(kind.dtype)

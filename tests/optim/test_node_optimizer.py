@@ -1,0 +1,583 @@
+"""One optimizer step a node, beside torch's plain optimizers and torch's wrapper over Gloo."""
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from models import CASES, Case, Given, loss_of, mlp
+from replicas import (
+    RANK,
+    SIZE,
+    assert_close,
+    assert_same_bits,
+    batch_of,
+    drawn_together,
+    gather,
+    share,
+    together,
+)
+from torch import Tensor, nn
+
+from mpiddp import DistributedDataParallel as DDP
+from mpiddp.mpi import nodes as mpi_nodes
+from mpiddp.optim import NodeOptimizer
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes]
+
+Maker = Callable[[Any], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True, "weight_decay": 0.01}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
+    "AdamW fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    "AdamW foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.01}),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.01}),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.01}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
+}
+
+
+class CountingSign(torch.optim.Optimizer):
+    """A user's optimizer, as Lion: it makes its state anew and counts with Python's numbers."""
+
+    def __init__(self, params: Any, lr: float = 0.01, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                mean = state.get("mean", torch.zeros_like(parameter))
+                state["mean"] = mean * group["beta"] + parameter.grad * (1 - group["beta"])
+                parameter -= group["lr"] / state["count"] * state["mean"].sign()
+
+
+OPTIMIZERS["the user's"] = (CountingSign, {})
+
+
+def pair(
+    make: Callable[[], nn.Module], name: str, **settings: Any
+) -> tuple[tuple[DDP, torch.optim.Optimizer], tuple[DDP, NodeOptimizer]]:
+    """Return the same model twice: with the plain optimizer, and with that of the node."""
+    optimizer_class, own = OPTIMIZERS[name]
+    settings = {**own, **settings}
+    torch.manual_seed(1)
+    plain = DDP(make())
+    torch.manual_seed(1)
+    shared = DDP(make(), shared_parameters=True)
+    return (
+        (plain, optimizer_class(plain.parameters(), **settings)),
+        (shared, NodeOptimizer(shared, optimizer_class, **settings)),
+    )
+
+
+def assert_same_parameters(actual: nn.Module, expected: nn.Module, exact: bool = True) -> None:
+    """Assert equal parameters, to the last bit or to rounding. Collective."""
+    with together():
+        for (name, own), (_, truth) in zip(
+            actual.named_parameters(), expected.named_parameters(), strict=True
+        ):
+            if exact:
+                assert torch.equal(own, truth), name
+            else:
+                assert_close(own, truth, name, factor=10)
+
+
+def wide() -> nn.Module:
+    """Return a model whose parameters belong to several ranks, and to one."""
+    return mlp(30, 400, 300, 7, dtype=torch.float32)
+
+
+def train(
+    models: Any, steps: int, rows: int = 3, width: int = 30, dtype: torch.dtype = torch.float32
+) -> None:
+    """Train models side by side on the same batches."""
+    for step in range(steps):
+        torch.manual_seed(step)
+        batch = share(batch_of(rows, width, dtype=dtype))
+        for model, optimizer in models:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+
+
+@pytest.mark.thorough(keep=4)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_same_as_the_plain_optimizer(name: str) -> None:
+    """Bit for bit: each element sees the same operations. Fused ones have other vector tails."""
+    models = pair(wide, name)
+    train(models, 8)
+    assert_same_parameters(models[1][0], models[0][0], exact="fused" not in name)
+    assert_same_bits(models[1][0].named_parameters())
+    plain, own = (optimizer.state_dict() for _, optimizer in models)
+    with together():
+        assert own["param_groups"] == plain["param_groups"]
+        assert own["state"].keys() == plain["state"].keys()
+        for index, state in plain["state"].items():
+            assert own["state"][index].keys() == state.keys()
+            for key, value in state.items():
+                found = own["state"][index][key]
+                assert type(found) is type(value)
+                if isinstance(value, Tensor):
+                    assert_close(found, value, key)
+                else:
+                    assert found == value
+
+
+@pytest.mark.parametrize("name", ["momentum", "AdamW", "AdamW fused"])
+def test_after_200_steps(name: str, gloo: dist.ProcessGroup) -> None:
+    """Beside torch's own class over Gloo. Three ranks and more it adds in another order."""
+    models = pair(lambda: mlp(6, 200, 3, dtype=torch.float32), name)
+    torch.manual_seed(1)
+    torchs = nn.parallel.DistributedDataParallel(
+        mlp(6, 200, 3, dtype=torch.float32), process_group=gloo
+    )
+    optimizer_class, settings = OPTIMIZERS[name]
+    optimizer = optimizer_class(torchs.parameters(), **settings)
+    train([*models, (torchs, optimizer)], 200, width=6)
+    exact = "fused" not in name
+    assert_same_parameters(models[1][0], models[0][0], exact=exact)
+    assert_same_bits(models[1][0].named_parameters())
+    if SIZE <= 2:
+        assert_same_parameters(models[1][0], torchs, exact=exact)
+
+
+def test_late_ranks() -> None:
+    """Nobody reads what is not written, nor writes what is still read."""
+
+    class Late(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.steps += 1
+            if self.steps % SIZE == RANK:
+                time.sleep(0.03)
+            super().step()
+
+    torch.manual_seed(1)
+    plain = DDP(wide())
+    torch.manual_seed(1)
+    model = DDP(wide(), shared_parameters=True)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    own = NodeOptimizer(model, Late, lr=0.1)
+    for step in range(8):
+        torch.manual_seed(step)
+        batch = share(batch_of(3, 30))
+        optimizer.zero_grad()
+        own.zero_grad()
+        before = loss_of(plain, batch)
+        after = loss_of(model, batch)
+        with together():
+            assert torch.equal(after, before)
+        before.backward()
+        after.backward()
+        if (step + 1) % SIZE == RANK:
+            time.sleep(0.03)
+        again = loss_of(model.module, batch).item()
+        own.step()
+        optimizer.step()
+        with together():
+            assert again == before.item()
+
+
+@pytest.mark.thorough(keep=3)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_models(case: Case) -> None:
+    """Tied parameters, odd layouts, several dtypes, complex ones."""
+    name = "momentum" if case.make is CASES["mixed dtypes"].make else "AdamW"
+    models = pair(case.make, name)
+    for step in range(4):
+        torch.manual_seed(step)
+        batch = share(case.batch(2 * SIZE))
+        for model, optimizer in models:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+    # A slice becomes dense when it is shared, and then torch rounds products otherwise.
+    assert_same_parameters(models[1][0], models[0][0], exact=case is not CASES["odd layouts"])
+
+
+@pytest.mark.parametrize(
+    "optimizer_class",
+    [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam],
+)
+def test_not_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    model = DDP(nn.Linear(3, 3, bias=False), shared_parameters=True)
+    with together(), pytest.raises(TypeError, match=optimizer_class.__name__):
+        NodeOptimizer(model, optimizer_class)
+
+
+def test_refused() -> None:
+    plain = DDP(nn.Linear(2, 2))
+    shared = DDP(nn.Linear(2, 2), shared_parameters=True)
+    with together():
+        with pytest.raises(ValueError, match="shared_parameters=True"):
+            NodeOptimizer(plain, torch.optim.SGD, lr=1)
+        with pytest.raises(ValueError, match="not one that the model"):
+            NodeOptimizer(shared, torch.optim.SGD, [torch.zeros(3)], lr=1)
+        with pytest.raises(ValueError, match="differentiable"):
+            NodeOptimizer(shared, torch.optim.SGD, lr=1, differentiable=True)
+
+
+# A batch of steps as hypothesis draws it: what happens before each step of the optimizer.
+ACTIONS = st.lists(
+    st.sampled_from(["step", "accumulate", "no_sync", "clip", "zeros", "keep", "late zero"]),
+    min_size=3,
+    max_size=6,
+)
+
+
+@pytest.mark.thorough(keep=1)
+@given(
+    name=st.sampled_from(sorted(OPTIMIZERS)),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    groups=st.booleans(),
+    actions=ACTIONS,
+)
+@drawn_together(25)
+def test_sweep(name: str, dtype: torch.dtype, groups: bool, actions: list[str]) -> None:
+    """Beside torch's optimizer in one process, on the gradients of the whole batch."""
+    torch.manual_seed(2)
+    bare = mlp(5, 300, 200, 3, dtype=dtype)
+    torch.manual_seed(2)
+    model = DDP(mlp(5, 300, 200, 3, dtype=dtype), shared_parameters=True)
+    optimizer_class, settings = OPTIMIZERS[name]
+
+    def grouped(module: nn.Module) -> Any:
+        parameters = list(module.parameters())
+        if not groups:
+            return parameters
+        return [{"params": parameters[::2], "lr": 0.02}, {"params": parameters[1::2]}]
+
+    plain = optimizer_class(grouped(bare), **settings)
+    own = NodeOptimizer(model, optimizer_class, grouped(model), **settings)
+    for number, action in enumerate(actions):
+        torch.manual_seed(number)
+        if action != "keep":
+            for optimizer in (plain, own):
+                optimizer.zero_grad(set_to_none=action != "zeros")
+        batches = [batch_of(2, 5, dtype=dtype) for _ in range(2 if action != "step" else 1)]
+        for n, batch in enumerate(batches):
+            _backward_of_all(bare, batch)
+            if action == "no_sync" and n == 0:
+                with model.no_sync():
+                    loss_of(model, share(batch)).backward()
+            elif action == "late zero" and n == 0:
+                loss = loss_of(model, share(batch))
+                plain.zero_grad()
+                own.zero_grad()
+                _backward_of_all(bare, batch)
+                loss.backward()
+            else:
+                loss_of(model, share(batch)).backward()
+        if action == "clip":
+            truth = nn.utils.clip_grad_norm_(bare.parameters(), 0.05)
+            norm = own.clip_grad_norm_(0.05)
+            with together():
+                assert_close(norm.to(truth.dtype), truth, "norm", factor=4)
+        plain.step()
+        own.step()
+    # Signs of what rounding leaves decide in Rprop and its like; bfloat16 rounds in other places.
+    if name not in ("Rprop", "the user's") and dtype is not torch.bfloat16:
+        with together():
+            for (label, p), q in zip(model.named_parameters(), bare.parameters(), strict=True):
+                assert_close(p, q, label, rounding=2e-3)
+    assert_same_bits(model.named_parameters())
+
+
+def _backward_of_all(module: nn.Module, batch: Tensor) -> None:
+    """Add the mean over ranks of their gradients to those of a bare module."""
+    parameters = list(module.parameters())
+    sums = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
+    for rank in range(SIZE):
+        gradients = torch.autograd.grad(loss_of(module, share(batch, rank)), parameters)
+        for total, gradient in zip(sums, gradients, strict=True):
+            total += gradient.double()
+    for parameter, total in zip(parameters, sums, strict=True):
+        mean = (total / SIZE).to(parameter.dtype)
+        parameter.grad = mean if parameter.grad is None else parameter.grad + mean
+
+
+def test_gradients_and_norms() -> None:
+    """Of parts a rank has the mean, and all of it where it asks."""
+    (plain, _), (model, own) = pair(wide, "SGD")
+    batch = share(batch_of(3, 30))
+    for module in (plain, model):
+        loss_of(module, batch).backward()
+    truth = [p.grad for p in plain.parameters()]
+    partial = not all(
+        torch.equal(p.grad, q) for p, q in zip(model.parameters(), truth, strict=True)
+    )
+    for kind in (1.0, 2.0, 3.0, float("inf")):
+        expected = nn.utils.get_total_norm(truth, kind)
+        norm = own.gradient_norm(kind)
+        assert_same_bits([("norm", norm)])
+        with together():
+            assert_close(norm, expected, f"norm {kind}")
+    found = own.gradients()
+    with together():
+        assert partial == (SIZE > 1)
+        assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
+        assert all(a is p.grad for a, p in zip(found, model.parameters(), strict=True))
+        with pytest.raises(ValueError, match="norm_type"):
+            own.gradient_norm(0)
+
+
+def test_whole_gradients() -> None:
+    torch.manual_seed(0)
+    model = DDP(wide(), shared_parameters=True)
+    optimizer = NodeOptimizer(model, torch.optim.SGD, whole_gradients=True, lr=0.1)
+    loss_of(model, share(batch_of(3, 30))).backward()
+    assert_same_bits((name, p.grad) for name, p in model.named_parameters())
+    optimizer.step()
+
+
+def test_gradients_that_are_not_finite() -> None:
+    """One element that overflows on one rank: all ranks skip the step, and scale alike."""
+    model = DDP(Given(200_000, torch.float32), shared_parameters=True)
+    own = NodeOptimizer(model, torch.optim.SGD, lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    scales = []
+    for step in range(4):
+        own.zero_grad()
+        gradient = torch.full((200_000,), 0.5)
+        if step == 1 and RANK == SIZE - 1:
+            gradient[70_000] = float("inf")
+        output = model()
+        scaler.scale((output * gradient).sum()).backward()
+        if step == 2:
+            scaler.unscale_(own)
+            own.clip_grad_norm_(1e9)
+        scaler.step(own)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        with together():
+            expected = -0.5 * (step + 1 if step < 1 else step)
+            assert torch.equal(next(model.parameters()), torch.full((200_000,), expected))
+    assert gather(scales) == [[4.0, 2.0, 2.0, 4.0]] * SIZE
+    own.zero_grad()
+    model().backward(torch.full((200_000,), float("nan")))
+    with together(), pytest.raises(RuntimeError, match="norm"):
+        own.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def test_training_goes_on() -> None:
+    """Schedulers, hooks, closures, groups that come later, frozen and unused parameters."""
+    torch.manual_seed(0)
+    models = []
+    calls = []
+    for shared in (False, True):
+        torch.manual_seed(3)
+        module = nn.ModuleDict(
+            {"a": nn.Linear(30, 200), "b": nn.Linear(200, 9), "late": nn.Linear(30, 9)}
+        )
+        module["frozen"] = nn.Linear(9, 9).requires_grad_(False)
+        module["unused"] = nn.Linear(100, 400)
+
+        def forward(x: Tensor, late: bool, module: nn.ModuleDict = module) -> Tensor:
+            y: Tensor = module["frozen"](module["b"](module["a"](x).tanh()))
+            return y + module["late"](x) if late else y
+
+        module.forward = forward  # type: ignore[method-assign]
+        model = DDP(module, shared_parameters=shared, find_unused_parameters=True)
+        given_first = [*module["a"].parameters(), *module["late"].parameters()]
+        settings = {"lr": 0.01, "weight_decay": 0.1}
+        optimizer: torch.optim.Optimizer
+        if shared:
+            optimizer = NodeOptimizer(model, torch.optim.AdamW, given_first, **settings)
+        else:
+            optimizer = torch.optim.AdamW(given_first, **settings)
+        optimizer.add_param_group({"params": list(module["b"].parameters()), "lr": 0.1})
+        optimizer.add_param_group({"params": list(module["unused"].parameters())})
+        optimizer.register_step_post_hook(lambda *_, shared=shared: calls.append(shared))
+        models.append((model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)))
+    for step in range(4):
+        batch = share(batch_of(2, 30))
+        losses = []
+        for model, optimizer, scheduler in models:
+
+            def closure(
+                model: DDP = model,
+                optimizer: Any = optimizer,
+                batch: Tensor = batch,
+                late: bool = step >= 2,
+            ) -> Tensor:
+                optimizer.zero_grad()
+                loss: Tensor = model(batch, late).square().mean()
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure))
+            scheduler.step()
+        with together():
+            assert torch.equal(losses[0], losses[1])
+    assert_same_parameters(models[1][0], models[0][0])
+    with together():
+        assert calls == [False, True] * 4
+        states = [optimizer.state_dict() for _, optimizer, _ in models]
+        assert states[0]["state"].keys() == states[1]["state"].keys()
+        assert states[0]["param_groups"] == states[1]["param_groups"]
+
+
+@pytest.mark.parametrize("name", ["momentum", "AdamW", "the user's"])
+def test_checkpoints(name: str) -> None:
+    """From the plain optimizer to the node's and back, in the middle of training."""
+    models = pair(wide, name)
+    train(models, 3)
+    (plain, plain_optimizer), (model, own) = models
+    torch.manual_seed(9)
+    again = pair(wide, name)
+    again[0][0].module.load_state_dict(model.module.state_dict())
+    # Copies: torch's plain optimizer would go on with the same tensors.
+    again[0][1].load_state_dict(copy.deepcopy(own.state_dict()))
+    again[1][0].load_state_dict(plain.state_dict())
+    again[1][1].load_state_dict(copy.deepcopy(plain_optimizer.state_dict()))
+    train([*models, *again], 3)
+    for other, _ in (again[0], again[1], models[1]):
+        assert_same_parameters(other, plain)
+    with together(), pytest.raises(ValueError, match="parameter group"):
+        own.load_state_dict({"state": {}, "param_groups": []})
+
+
+def test_state_of_one_rank(tmp_path: Any) -> None:
+    """Rank 0 alone may save, as scripts do."""
+    models = pair(wide, "AdamW")
+    train(models, 2)
+    (plain, plain_optimizer), (model, own) = models
+    if RANK == 0:
+        torch.save([model.module.state_dict(), own.state_dict()], tmp_path / "saved")
+        size = (tmp_path / "saved").stat().st_size
+        state, of_optimizer = torch.load(tmp_path / "saved")
+    train(models, 1)
+    with together():
+        if RANK == 0:
+            # No more than what there is: parameters and two moments.
+            assert size < 3.2 * sum(p.nbytes for p in model.parameters())
+            assert state.keys() == plain.module.state_dict().keys()
+            assert of_optimizer["state"].keys() == plain_optimizer.state_dict()["state"].keys()
+
+
+def test_sharded_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """torch.distributed.checkpoint: every rank writes a part, and plain DDP reads it."""
+    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    folder = gather(str(tmp_path_factory.mktemp("sharded")))[0]
+    models = pair(wide, "AdamW")
+    train(models, 2)
+    model, own = models[1]
+    state, of_optimizer = get_state_dict(model, own)
+    checkpoint.save({"model": state, "optimizer": of_optimizer}, checkpoint_id=folder)
+    torch.manual_seed(8)
+    again = pair(wide, "AdamW")
+    for other, optimizer in again:
+        state, of_optimizer = get_state_dict(other, optimizer)
+        loaded = {"model": state, "optimizer": of_optimizer}
+        checkpoint.load(loaded, checkpoint_id=folder)
+        set_state_dict(
+            other,
+            optimizer,
+            model_state_dict=loaded["model"],
+            optim_state_dict=loaded["optimizer"],
+        )
+    train([*models, *again], 2)
+    assert_same_parameters(again[0][0], models[0][0])
+    assert_same_parameters(again[1][0], models[0][0])
+
+
+# The node of each rank, for as many ranks as there are.
+NODES = {
+    "one rank a node": [0, 1, 2, 3],
+    "two and two": [0, 0, 1, 1],
+    "one and three": [0, 1, 1, 1],
+    "three and one": [0, 0, 0, 1],
+}
+
+
+@pytest.fixture(params=NODES.values(), ids=NODES.keys())
+def group(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dist.ProcessGroup]:
+    """Return a group for whose modules the ranks are on these nodes."""
+    place: list[int] = request.param[:SIZE]
+    monkeypatch.setattr(mpi_nodes, "ranks_of_node", lambda comm: comm.Split(place[RANK], RANK))
+    made = dist.new_group()
+    assert isinstance(made, dist.ProcessGroup)
+    yield made
+    dist.destroy_process_group(made)
+
+
+def test_several_nodes(group: dist.ProcessGroup) -> None:
+    """Each node steps its copies; all have the same bits, and those of plain DDP."""
+    torch.manual_seed(4)
+    plain = DDP(wide(), process_group=group)
+    torch.manual_seed(4)
+    model = DDP(wide(), process_group=group, shared_parameters=True)
+    own = NodeOptimizer(model, torch.optim.AdamW, lr=0.01)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    train([(plain, optimizer), (model, own)], 4)
+    norm = own.gradient_norm()
+    assert_same_bits([("norm", norm)])
+    assert_same_bits(model.named_parameters())
+    assert_same_parameters(model, plain)
+
+
+@pytest.mark.parametrize("transport", ["mpi", "exchange"])
+def test_other_transports(transport: str) -> None:
+    """Messages bring all means to all ranks; parameters are shared all the same."""
+    torch.manual_seed(4)
+    plain = DDP(wide(), transport=transport)
+    torch.manual_seed(4)
+    model = DDP(wide(), transport=transport, shared_parameters=True)
+    own = NodeOptimizer(model, torch.optim.AdamW, lr=0.01)
+    train([(plain, torch.optim.AdamW(plain.parameters(), lr=0.01)), (model, own)], 3)
+    assert_same_parameters(model, plain)
+
+
+@pytest.mark.parametrize("hook", ["fp16", "powers"])
+def test_communication_hooks(hook: str) -> None:
+    """Registered after the optimizer was made: buckets are new, and whole on all ranks."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    models = pair(wide, "momentum")
+    for model, _ in models:
+        if hook == "fp16":
+            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        else:
+            state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    train(models, 4)
+    assert_same_parameters(models[1][0], models[0][0])
+
+
+def test_uneven_inputs() -> None:
+    """Ranks that have no inputs left step their part with the settings of the others."""
+    models = pair(wide, "momentum")
+    for model, optimizer in models:
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        with model.join():
+            for step in range(3 + RANK):
+                torch.manual_seed(100 * step + RANK)
+                optimizer.zero_grad()
+                loss_of(model, torch.randn(3, 30)).backward()
+                optimizer.step()
+                scheduler.step()
+    assert_same_parameters(models[1][0], models[0][0])
+    assert_same_bits(models[1][0].named_parameters())
