@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import collective_tables
 import notes
+import optimizer_tables
 import other_tables
 import settings_table
 import step_tables
@@ -38,6 +39,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "readme-table": step_tables.readme,
     "collectives": collective_tables.tables,
     "overlap": collective_tables.overlap,
+    "optimizers": optimizer_tables.optimizers,
     "sources": other_tables.sources,
     "one-bucket": other_tables.one_bucket,
     "memory": other_tables.memory,

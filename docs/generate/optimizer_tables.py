@@ -1,0 +1,51 @@
+"""The tables of whole steps with the optimizer, made of benchmarks/results/optimizer-*.json."""
+
+from __future__ import annotations
+
+from benchmark_results import MPIS, describe, load, markdown, milliseconds
+from measuring import Record, ratio, show_ratio
+from names import OURS_NODE
+
+
+def optimizers() -> str:
+    """Return a section for each MPI and number of ranks."""
+    parts = []
+    for name, mpi in MPIS.items():
+        results = load(f"optimizer-{name}")
+        records = results["optimizers"]
+        for ranks in sorted({record["ranks"] for record in records}):
+            of_ranks = [record for record in records if record["ranks"] == ranks]
+            parts += [f"## {mpi}, {ranks} ranks", _steps(of_ranks)]
+        parts += [f"Memory of a node, {mpi}:", _memory(results["optimizer_memory"])]
+        parts.append(describe(results, f"optimizer-{name}"))
+    return "\n\n".join(parts)
+
+
+def _steps(records: list[Record]) -> str:
+    rows = [["", "", "", "step, ms", "over it", "optimizer alone, ms", "over it"]]
+    ours: Record = {}
+    for record in records:
+        first = record["candidate"] == OURS_NODE
+        if first:
+            ours = record
+        row = [record["model"] if first else "", record["optimizer"] if first else ""]
+        row.append(record["candidate"])
+        for part in ("step", "alone"):
+            row.append(milliseconds(record[part]))
+            row.append("" if first else show_ratio(ratio(ours[part], record[part])))
+        rows.append(row)
+    return markdown(rows)
+
+
+def _memory(records: list[Record]) -> str:
+    rows = [["", "ranks", "", "parameters and state, MB"]]
+    rows += [
+        [
+            f"{record['model']}, {record['optimizer']}",
+            str(record["ranks"]),
+            record["candidate"],
+            f"{record['bytes'] / 1e6:.0f}",
+        ]
+        for record in records
+    ]
+    return markdown(rows)
