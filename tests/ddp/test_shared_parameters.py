@@ -76,9 +76,12 @@ class TestOnAllRanks:
             assert all(
                 torch.equal(p, 2 * b) for p, b in zip(model.parameters(), before, strict=True)
             )
-        with model.writing():
-            nn.init.normal_(model.module[0].weight)
-        assert_same_bits(model.named_parameters())
+        with torch.no_grad(), model.writing():
+            model.module[0].weight.fill_(RANK + 1)
+            mine = model.module[0].weight[0, 0].item()
+        with together():
+            assert mine == RANK + 1
+            assert (model.module[0].weight == 1).all()
         step(model, optimizer)
 
     def test_changes_that_are_not_allowed(self) -> None:

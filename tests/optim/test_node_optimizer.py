@@ -192,9 +192,13 @@ def test_late_ranks() -> None:
             time.sleep(0.03)
         again = loss_of(model.module, batch).item()
         own.step()
-        optimizer.step()
+        with torch.no_grad():
+            stepped = loss_of(model.module, batch)  # at once, while a rank still steps
+            optimizer.step()
+            expected = loss_of(plain.module, batch)
         with together():
             assert again == before.item()
+            assert torch.equal(stepped, expected)
 
 
 @pytest.mark.thorough(keep=3)
@@ -350,7 +354,7 @@ def test_whole_gradients() -> None:
 
 
 def test_gradients_that_are_not_finite() -> None:
-    """One element that overflows on one rank: all ranks skip the step, and scale alike."""
+    """One element overflows where only one rank sees it: all skip the step, and scale alike."""
     model = DDP(Given(200_000, torch.float32), shared_parameters=True)
     own = NodeOptimizer(model, torch.optim.SGD, lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
@@ -359,7 +363,7 @@ def test_gradients_that_are_not_finite() -> None:
         own.zero_grad()
         gradient = torch.full((200_000,), 0.5)
         if step == 1 and RANK == SIZE - 1:
-            gradient[70_000] = float("inf")
+            gradient[150_000] = float("inf")  # in its own part
         output = model()
         scaler.scale((output * gradient).sum()).backward()
         if step == 2:
@@ -573,7 +577,7 @@ def test_uneven_inputs() -> None:
     for model, optimizer in models:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         with model.join():
-            for step in range(3 + RANK):
+            for step in range(3 + 2 * RANK):
                 torch.manual_seed(100 * step + RANK)
                 optimizer.zero_grad()
                 loss_of(model, torch.randn(3, 30)).backward()
