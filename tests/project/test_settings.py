@@ -96,6 +96,7 @@ def test_what_each_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
         settings.WIRE: {name: name for name in ("auto", "direct", "two-level", "iallreduce")},
         settings.PROGRESS_THREAD: {"0": False, "1": True},
         settings.KERNELS: {"": None, "plain": "plain"},
+        settings.DEBUG: {"0": False, "1": True},
         settings.TRIAL_SECONDS: {"2.5": 2.5},
     }
     assert list(allowed) == list(settings.SETTINGS)
