@@ -90,7 +90,8 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, An
     snapshot = tmp_path_factory.mktemp("torchrun") / "snapshot.pt"
     done = start(
         "-m", "torch.distributed.run", *options, SCRIPTS / "trainer.py", "3",
-        "--snapshot", snapshot, env={"GLOO_SOCKET_IFNAME": "lo"},
+        # Unbuffered, a line and its end are written apart, and the ranks' lines mix.
+        "--snapshot", snapshot, env={"GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": ""},
     )  # fmt: skip
     assert done.returncode == 0
     return by_rank(done.stdout)
