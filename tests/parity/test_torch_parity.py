@@ -208,10 +208,13 @@ def test_checkpoints_are_interchangeable(gloo):
 def test_same_arguments_as_torch():
     ours = dict(inspect.signature(DDP.__init__).parameters)
     own = ours.pop("transport")
+    sharing = ours.pop("shared_parameters")
     theirs = inspect.signature(TorchDDP.__init__).parameters
     with together():
         assert own.kind is inspect.Parameter.KEYWORD_ONLY
         assert own.default is None
+        assert sharing.kind is inspect.Parameter.KEYWORD_ONLY
+        assert sharing.default is False
         assert [name for name in ours if name in theirs] == list(theirs)
         added = ours.keys() - theirs.keys()
         changed = {name for name in theirs if ours[name].default != theirs[name].default}
