@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CASES, Case, Given, loss_of, mlp
+from pretended_nodes import NODES, group_on
 from replicas import (
     RANK,
     SIZE,
@@ -25,7 +26,6 @@ from replicas import (
 from torch import Tensor, nn
 
 from mpiddp import DistributedDataParallel as DDP
-from mpiddp.mpi import nodes as mpi_nodes
 from mpiddp.optim import NodeOptimizer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes]
@@ -506,26 +506,13 @@ def test_sharded_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> None:
     assert_same_parameters(again[1][0], models[0][0])
 
 
-# The node of each rank, for as many ranks as there are.
-NODES = {
-    "one rank a node": [0, 1, 2, 3],
-    "two and two": [0, 0, 1, 1],
-    "one and three": [0, 1, 1, 1],
-    "three and one": [0, 0, 0, 1],
-}
-
-
 @pytest.fixture(params=NODES.values(), ids=NODES.keys())
 def group(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dist.ProcessGroup]:
     """Return a group for whose modules the ranks are on these nodes."""
-    place: list[int] = request.param[:SIZE]
-    monkeypatch.setattr(mpi_nodes, "ranks_of_node", lambda comm: comm.Split(place[RANK], RANK))
-    made = dist.new_group()
-    assert isinstance(made, dist.ProcessGroup)
-    yield made
-    dist.destroy_process_group(made)
+    with group_on(request.param, monkeypatch) as made:
+        yield made
 
 
 def test_several_nodes(group: dist.ProcessGroup) -> None:

@@ -8,24 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Given, mlp
+from pretended_nodes import NODES, group_on
 from replicas import RANK, SIZE, assert_replicated, together
 from torch import nn
 
 from mpiddp import DistributedDataParallel as DDP
 from mpiddp.mpi import nodes
-from mpiddp.mpi import nodes as mpi_nodes
 from mpiddp.transports import choice
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes]
-
-# The node of each rank, for as many ranks as there are.
-NODES = {
-    "one rank a node": [0, 1, 2, 3],
-    "two and two": [0, 0, 1, 1],
-    "in turn": [0, 1, 0, 1],
-    "one and three": [0, 1, 1, 1],
-    "three and one": [0, 0, 0, 1],
-}
 
 
 @pytest.fixture(params=NODES.values(), ids=NODES.keys())
@@ -33,12 +24,8 @@ def group(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dist.ProcessGroup]:
     """Return a group for whose modules the ranks are on these nodes."""
-    place: list[int] = request.param[:SIZE]
-    monkeypatch.setattr(mpi_nodes, "ranks_of_node", lambda comm: comm.Split(place[RANK], RANK))
-    made = dist.new_group()
-    assert isinstance(made, dist.ProcessGroup)
-    yield made
-    dist.destroy_process_group(made)
+    with group_on(request.param, monkeypatch) as made:
+        yield made
 
 
 def test_lanes_are_used(group: dist.ProcessGroup) -> None:
