@@ -127,20 +127,31 @@ def test_same_bits_with_and_without(
         assert started(3)
 
 
+class One(nn.Module):
+    """One parameter: no sum begins before the last gradient, while backward still computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.zeros(1_100_001))
+
+    def forward(self) -> torch.Tensor:
+        return self.large
+
+
 @pytest.mark.mpi(min_size=2)
 def test_sums_are_shared() -> None:
     """With gradients in place, nothing is left to share but the sums."""
-    model = Two(torch.float32)
+    model = One()
     wrapped = DDP(model, gradient_as_bucket_view=True)
     for _ in range(3):
         wrapped.zero_grad(set_to_none=False)
-        wrapped().backward(torch.ones(1_100_034))
+        wrapped().backward(torch.ones(1_100_001))
         helpers.allow(1)
         helpers.stop()  # what the first steps copied is over
     assert not tasks()
     for _ in range(20):
         wrapped.zero_grad(set_to_none=False)
-        wrapped().backward(torch.full((1_100_034,), float(RANK)))
+        wrapped().backward(torch.full((1_100_001,), float(RANK)))
         assert model.large.grad is not None
         assert model.large.grad[-1] == (SIZE - 1) / 2
     assert dist.get_world_size() == SIZE
