@@ -483,9 +483,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
             if self.static_graph:
                 self.reducer.watch(outputs)
             if distributed_autograd.may_be_used():
-                distributed_autograd.watch(
-                    outputs, self.reducer.parameters, self.process_group.rank()
-                )
+                distributed_autograd.watch(self.reducer, outputs)
         return output
 
     def _is_reduced(self) -> bool:

@@ -16,18 +16,23 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["accumulates", "adds_to_gradients"]
+__all__ = ["accumulates", "accumulating_node", "adds_to_gradients"]
 
 
-def accumulates(parameter: torch.Tensor) -> bool:
-    """Return whether this backward pass adds to ``parameter.grad``. Not collective."""
+def accumulating_node(parameter: torch.Tensor) -> torch.autograd.graph.Node:
+    """Return the node of the graph that accumulates the gradient of a parameter."""
     with torch.enable_grad():
         graph = parameter.expand_as(parameter).grad_fn
     assert graph is not None
     node = graph.next_functions[0][0]
     assert node is not None
+    return node
+
+
+def accumulates(parameter: torch.Tensor) -> bool:
+    """Return whether this backward pass adds to ``parameter.grad``. Not collective."""
     try:
-        return torch._C._will_engine_execute_node(node)
+        return torch._C._will_engine_execute_node(accumulating_node(parameter))
     except RuntimeError as error:
         # The gradient is captured. Other errors say nothing: compiled autograd cannot tell.
         return "autograd.grad" not in str(error)
