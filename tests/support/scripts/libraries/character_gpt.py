@@ -1,4 +1,4 @@
-"""Training a character GPT as the minGPT-ddp example of pytorch/examples does, on a text of its own.
+"""Training a character GPT as the minGPT-ddp example of pytorch/examples does, on its own text.
 
 torchrun --nproc-per-node 2 character_gpt.py FOLDER CASE ...
 

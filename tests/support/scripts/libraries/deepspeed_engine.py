@@ -28,14 +28,13 @@ def config(**options):
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 1.0,
-        # torch's: DeepSpeed's own is compiled when it is first used.
-        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1000,
         **options,
     }
 
 
 def optimizer(parameters):
+    # torch's: DeepSpeed's own is compiled when it is first used.
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
@@ -48,7 +47,9 @@ def step(engine, points, targets):
 
 def plain_model():
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1)
+    )
 
 
 def start(model, options):

@@ -122,7 +122,8 @@ def train(folder, case):
     if case == "resume":
         one = trainer()
         one.train(resume_from_checkpoint=os.path.join(folder, case, "checkpoint-3"))
-    said = {"wrapper": type(one.model_wrapped).__module__}
+    wrapped = getattr(one.model_wrapped, "_orig_mod", one.model_wrapped)  # torch.compile's
+    said = {"wrapper": type(wrapped).__module__}
     if case == "bert":
         said |= {"predicted": one.predict(one.eval_dataset).predictions.tolist()}
     return said | {
