@@ -144,5 +144,5 @@ def test_deepspeed(tmp_path: Path, cases: str) -> None:
     ids=["alone", "grid"],
 )
 def test_tensor_parallel(tmp_path: Path, ranks: int, cases: str) -> None:
-    """From torch itself, started by a mesh; FSDP2 with a checkpoint of parts; both; DDP over pairs."""
+    """Of torch, started by a mesh; FSDP2 with a checkpoint of parts; both; DDP over pairs."""
     compare("tensor_parallel.py", tmp_path, *cases.split(), ranks=ranks, timeout=180)
