@@ -36,14 +36,16 @@ def compare(script: str, folder: Path, *cases: str, ranks: int = 2, timeout: flo
 
     Where torch's DistributedDataParallel was used with Gloo, ours must have been on MPI.
     """
+    # What DeepSpeed compiles serves all tests of this run: another environment's would be replaced.
+    env = ENVIRONMENT | {"TORCH_EXTENSIONS_DIR": str(folder.parent / "torch_extensions")}
     said = {}
     for backend in ("gloo", "mpiddp"):
         (folder / backend).mkdir()
         command: list[str | os.PathLike[str]] = [SCRIPTS / script, folder / backend, *cases]
         if backend == "gloo":
-            done = mpirun.run_torchrun(ranks, command, timeout, ENVIRONMENT)
+            done = mpirun.run_torchrun(ranks, command, timeout, env)
         else:
-            done = mpirun.run(ranks, ["-m", "mpiddp", *command], timeout, ENVIRONMENT)
+            done = mpirun.run(ranks, ["-m", "mpiddp", *command], timeout, env)
         said[backend] = read(done)
     assert sorted(said["mpiddp"]) == sorted(said["gloo"])
     assert {rank for _, rank in said["gloo"]} == set(range(ranks))
