@@ -125,7 +125,8 @@ def train(folder, case):
     wrapped = getattr(one.model_wrapped, "_orig_mod", one.model_wrapped)  # torch.compile's
     said = {"wrapper": type(wrapped).__module__}
     if case == "bert":
-        said |= {"predicted": one.predict(one.eval_dataset).predictions.tolist()}
+        # Long lines of several ranks mix.
+        said |= {"predicted": one.predict(one.eval_dataset).predictions[:, 0].tolist()}
     return said | {
         "losses": [line["loss"] for line in one.state.log_history if "loss" in line],
         "evaluated": [line["eval_loss"] for line in one.state.log_history if "eval_loss" in line],
