@@ -21,6 +21,7 @@ CREATED := $(VENV)/.created
 REQUIREMENTS := $(VENV)/.requirements
 INSTALLED := $(VENV)/.installed
 PLOTTING := $(VENV)/.plotting
+LIBRARIES := $(VENV)/.libraries
 DOCUMENTING := $(VENV)/.documenting
 
 # The folders are listed for files that are removed from them.
@@ -82,7 +83,7 @@ test-torch: $(INSTALLED)
 	PYTHONPATH=$(CURDIR)/tests/support $(BIN)/python tests/parity/torch_suite.py $(ARGS)
 
 .PHONY: test-all
-test-all: $(INSTALLED)
+test-all: $(INSTALLED) $(LIBRARIES)
 	$(BIN)/python tests/support/launch.py --slow $(ARGS)
 
 # Not in the environments of the other targets, whose torch is for CPUs: see the script.
@@ -197,6 +198,13 @@ $(INSTALLED): $(REQUIREMENTS) $(SOURCES)
 # Only what is drawn needs it, so nothing else waits for it or fails without it.
 $(PLOTTING): $(INSTALLED)
 	@$(PIP) install -c constraints.txt matplotlib && touch $@ || echo 'Going on without plots'
+
+# Of pyproject.toml's "libraries". DeepSpeed's set-up asks the torch that is there.
+$(LIBRARIES): constraints.txt $(REQUIREMENTS)
+	@echo 'Installing what tests/libraries tries into $(VENV)'
+	@DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PIP) install -c constraints.txt --no-build-isolation \
+		deepspeed transformers
+	@touch $@
 
 # mkdocs reads the sources of mpiddp and imports none: it needs no compiler and no MPI.
 $(DOCUMENTING): constraints.txt $(CREATED)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -11,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["find", "run"]
+__all__ = ["find", "run", "run_command", "run_torchrun"]
 
 # What the Makefile sets too. All ranks share this machine's cores: they must not be bound, and must
 # yield when they wait.
@@ -48,10 +49,35 @@ def run(
     that starts mpirun. After `timeout` seconds
     every process of the run is killed, and TimeoutError raised with the end of its output.
     """
+    arguments = (os.fspath(arg) for arg in args)
+    return run_command([*before, find(), "-n", str(n), sys.executable, *arguments], timeout, env)
+
+
+def run_torchrun(
+    n: int,
+    args: Sequence[str | os.PathLike[str]],
+    timeout: float,
+    env: Mapping[str, str | None] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a script on `n` ranks of torchrun, without MPI; else as `run`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # Ranks find each other by the host's name, which need not be known.
+    env = {"GLOO_SOCKET_IFNAME": "lo", **(env or {})}
+    options = ["--nproc-per-node", str(n), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    arguments = (os.fspath(arg) for arg in args)
+    command = [sys.executable, "-m", "torch.distributed.run", *options, *arguments]
+    return run_command(command, timeout, env)
+
+
+def run_command(
+    command: Sequence[str], timeout: float, env: Mapping[str, str | None] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command that starts ranks; else as `run`."""
     # Unbuffered, print writes a line and its end apart, and the ranks' lines mix.
     inherited = {**os.environ, "PYTHONUNBUFFERED": None}
     merged: dict[str, str | None] = {**inherited, **ENVIRONMENT, **(env or {})}
-    command = [*before, find(), "-n", str(n), sys.executable, *(os.fspath(arg) for arg in args)]
     # Files, not pipes: a rank that outlived its mpirun would keep a pipe open.
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out,
