@@ -127,7 +127,9 @@ def dense(tensor: torch.Tensor) -> tuple[Meta, torch.Tensor | None]:
     sent = plain.permute(order).contiguous().cpu()
     content = None
     if sent.nbytes <= _SMALL:
-        content = sent.reshape(-1).view(torch.uint8).numpy().tobytes()
+        # The clone: one element that was expanded keeps a stride of 0.
+        flat = sent.reshape(-1).clone(memory_format=torch.contiguous_format)
+        content = flat.view(torch.uint8).numpy().tobytes()
     meta = Meta(tuple(sent.shape), sent.dtype, order, tensor.device.type, content)
     return meta, sent if content is None else None
 

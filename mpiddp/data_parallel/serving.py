@@ -79,7 +79,8 @@ class _Server:
                 self._take_state(message)
             else:
                 self._answer(message)
-        self._hub.channel.finish_sending()
+        if self._hub.ended:
+            self._hub.channel.finish_sending()
 
     def put_back(self) -> None:
         """Leave the script's modules as they were, with rank 0's parameters."""
