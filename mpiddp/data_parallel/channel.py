@@ -1,8 +1,8 @@
 """Messages between rank 0 and the ranks that serve it: napping waits, tensors without copies.
 
-A message has four parts: the size of its header, the header, and the bytes of each large tensor. The
-header has the kind of the message, a dictionary of plain values, a pickle that may fail to load on
-the receiver, and the description of its tensors.
+A message is the size of its header, the header, and the bytes of each large tensor. The header
+has the kind of the message, a dictionary of plain values, a pickle that may fail to load on the
+receiver, and the description of its tensors.
 """
 
 from __future__ import annotations

@@ -168,4 +168,3 @@ def get(by_value: bool = False) -> Hub:
         if _hub.size > 1 and _hub.rank == 0:
             atexit.register(_hub.end)
     return _hub
-

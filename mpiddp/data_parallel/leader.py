@@ -91,7 +91,7 @@ class Leader:
             replies = [call.finish() for call in calls]
         except BaseException:
             for call in calls[len(replies) :]:
-                self.abandon(call.rank, call.number)
+                self.abandon(call.number)
             raise
         return outputs + [call.result(reply) for call, reply in zip(calls, replies, strict=True)]
 
@@ -149,7 +149,7 @@ class Leader:
         """Let a rank forget a call with its next command; the garbage collector may call this."""
         self._released[rank].append(number)
 
-    def abandon(self, rank: int, number: int) -> None:
+    def abandon(self, number: int) -> None:
         """Let a reply be thrown away that nobody waits for any more."""
         self._abandoned.append(number)
 

@@ -8,8 +8,8 @@ not show what is written through ``.data``. Tensors that have changed and lie si
 one broadcast. The comparison ends at the first byte that differs, so it costs little in training.
 
 Plain attributes (``training``, a dropout's ``p``, numbers, strings, tuples of them) are compared as
-well. If submodules, hooks or the shapes of tensors have changed, the whole module is sent. What else
-a module refers to (lists, other objects) is what it was when the module was sent.
+well. If submodules, hooks or the shapes of tensors have changed, the whole module is sent. What
+else a module refers to (lists, other objects) is what it was when the module was sent.
 """
 
 from __future__ import annotations

@@ -5,15 +5,15 @@ Note [Two nodes for a replica]
 Autograd runs what was made later first. So the node that waits for a replica's gradients
 (`_Entry`, whose inputs are the parameters and the replica's part of the batch) is made before
 rank 0 computes its own part, and the node that sends gradients of outputs to the replica (`_Exit`)
-is made after that. In backward all `_Exit` come first, then rank 0's own part, then all `_Entry`: all ranks
-compute at the same time. A scalar connects the two. The parameters are inputs, so autograd
+is made after that. In backward all `_Exit` come first, then rank 0's own part, then all `_Entry`:
+all ranks compute at the same time. A scalar connects the two. The parameters are inputs, so autograd
 itself adds the replicas' gradients, and `torch.autograd.grad` works.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -21,10 +21,33 @@ from torch.autograd.function import once_differentiable
 from mpiddp.data_parallel import errors, pickling
 from mpiddp.data_parallel.channel import Message
 
-if TYPE_CHECKING:
-    from mpiddp.data_parallel.leader import Leader
+__all__ = ["Commands", "RemoteCall"]
 
-__all__ = ["RemoteCall"]
+
+class Commands(Protocol):
+    """What a call needs of rank 0's leader."""
+
+    @property
+    def by_value(self) -> bool:
+        """Whether what the script defines is sent by value."""
+
+    def next_number(self) -> int:
+        """Return the number of a new command."""
+
+    def command(self, message: Message, rank: int, number: int) -> None:
+        """Send a command that will be answered."""
+
+    def reply(self, rank: int, number: int, device: torch.device | None) -> Message:
+        """Wait for the reply to a command."""
+
+    def release(self, rank: int, number: int) -> None:
+        """Let a rank forget a call."""
+
+    def abandon(self, number: int) -> None:
+        """Let a reply be thrown away."""
+
+    def check_process(self) -> None:
+        """Raise RuntimeError in a forked child."""
 
 
 class RemoteCall:
@@ -39,7 +62,7 @@ class RemoteCall:
         device: where its tensors go that are on a GPU there.
     """
 
-    def __init__(self, leader: Leader, rank: int, device: torch.device | None) -> None:
+    def __init__(self, leader: Commands, rank: int, device: torch.device | None) -> None:
         self.rank = rank
         self.number = leader.next_number()
         self._leader = leader
@@ -115,7 +138,7 @@ class RemoteCall:
         """Let the replica begin its backward pass."""
         self._leader.check_process()
         if self._backward is not None:
-            self._leader.abandon(self.rank, self._backward)
+            self._leader.abandon(self._backward)
         self._backward = self._leader.next_number()
         packed = pickling.pack(list(gradients))
         fields = {"call": self.number, "retain": _keeps_graph()}

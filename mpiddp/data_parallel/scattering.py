@@ -118,9 +118,7 @@ def _cut(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
     return parts
 
 
-def _join(
-    outputs: Sequence[torch.Tensor], dim: int, device: torch.device | None
-) -> torch.Tensor:
+def _join(outputs: Sequence[torch.Tensor], dim: int, device: torch.device | None) -> torch.Tensor:
     if device is not None:
         outputs = [output.to(device) for output in outputs]
     if dim == 0 and all(output.dim() == 0 for output in outputs):

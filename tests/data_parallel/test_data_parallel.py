@@ -98,9 +98,7 @@ def test_containers_keywords_and_what_is_no_tensor() -> None:
         gradients = []
         for module in (model, model.module):
             pair = Both(values[0], {"a": values[1]})
-            output = module(
-                pair, [values[2], "text"], scale={"factor": 3}, named={"x": values[3]}
-            )
+            output = module(pair, [values[2], "text"], scale={"factor": 3}, named={"x": values[3]})
             assert type(output) is Both
             assert output.parts["b"][1] is None
             leaves = [output.total, output.parts["b"][0], output.parts["c"][0]]
@@ -395,9 +393,7 @@ def test_sparse_gradients_and_tied_parameters() -> None:
         index = torch.randint(0, 10, (8,))
         for module in (model, plain):
             module(index).square().sum().backward()
-        same(
-            model.module.embedding.weight.grad.to_dense(), plain.embedding.weight.grad.to_dense()
-        )
+        same(model.module.embedding.weight.grad.to_dense(), plain.embedding.weight.grad.to_dense())
         same(model.module.first.weight.grad, plain.first.weight.grad)
 
     lead(check, Tied())
