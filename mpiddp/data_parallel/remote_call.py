@@ -6,8 +6,8 @@ Autograd runs what was made later first. So the node that waits for a replica's 
 (`_Entry`, whose inputs are the parameters and the replica's part of the batch) is made before
 rank 0 computes its own part, and the node that sends gradients of outputs to the replica (`_Exit`)
 is made after that. In backward all `_Exit` come first, then rank 0's own part, then all `_Entry`:
-all ranks compute at the same time. A scalar connects the two. The parameters are inputs, so autograd
-itself adds the replicas' gradients, and `torch.autograd.grad` works.
+all ranks compute at the same time. A scalar connects the two. The parameters are inputs, so
+autograd itself adds the replicas' gradients, and `torch.autograd.grad` works.
 """
 
 from __future__ import annotations
