@@ -232,6 +232,31 @@ def test_buffers_are_those_of_the_first_replica() -> None:
     lead(check, Normalised())
 
 
+class Marked(nn.Module):
+    """Marks in place, in a buffer, that it has seen a large value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mark", torch.zeros(1))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        before = self.mark.clone()
+        self.mark += (values > 9).sum()
+        return before.expand(len(values))
+
+
+def test_what_only_another_replica_does_to_a_buffer_is_lost() -> None:
+    def check(model: DataParallel) -> None:
+        values = torch.ones(RANKS)
+        values[-1] = 10
+        for _ in range(3):
+            same(model(values), torch.zeros(RANKS))
+        same(model(values.flip(0)), torch.zeros(RANKS))
+        same(model(values), torch.ones(RANKS))
+
+    lead(check, Marked())
+
+
 def test_random_numbers_differ_between_ranks_and_come_again() -> None:
     def check(model: DataParallel) -> None:
         ones = torch.ones(16 * RANKS, 1)
