@@ -28,6 +28,7 @@ _check_loaded_library()
 from torch.distributed import Backend as _Backend  # noqa: E402
 
 from mpiddp import compression  # noqa: E402
+from mpiddp.data_parallel.wrapper import DataParallel  # noqa: E402
 from mpiddp.ddp import logger  # noqa: E402
 from mpiddp.ddp.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from mpiddp.ddp.wrapper import DistributedDataParallel  # noqa: E402
@@ -48,6 +49,7 @@ _patches.install()
 logger.install()
 
 __all__ = [
+    "DataParallel",
     "DistributedDataParallel",
     "SyncBatchNorm",
     "Topology",

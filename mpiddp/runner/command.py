@@ -17,7 +17,7 @@ from torch.distributed import Backend
 
 from mpiddp.mpi import nodes
 from mpiddp.rendezvous import mpi_world, world
-from mpiddp.runner import output, torchrun
+from mpiddp.runner import data_parallel, output, torchrun
 from mpiddp.runner.job_exit import JobExit
 from mpiddp.runner.program import Program
 
@@ -64,7 +64,8 @@ def main() -> int:
         if topology.rank == 0:
             parser.print_help()
         return 0
-    problem = torchrun.set_environment(communicator, topology)
+    if not options.data_parallel:  # else the script is alone
+        problem = torchrun.set_environment(communicator, topology)
     communicator.Free()
     if problem:
         # Without an abort: the others wait at their end until rank 0 has printed.
@@ -76,7 +77,10 @@ def main() -> int:
     try:
         _prepare(options, topology)
         ending.watch_sigterm()
-        program.run()
+        if options.data_parallel and topology.rank != 0:
+            data_parallel.serve()
+        else:
+            program.run()
     except SystemExit as exited:
         return ending.exit(exited.code)
     except BaseException as error:
@@ -113,6 +117,12 @@ def _make_parser() -> _Parser:
         "--keep-ddp",
         action="store_true",
         help="leave torch's DistributedDataParallel, with torch's reducer",
+    )
+    parser.add_argument(
+        "--data-parallel",
+        action="store_true",
+        help="run the script on rank 0 only, with DataParallel of mpiddp in place of torch's: it "
+        "divides each batch among all ranks",
     )
     parser.add_argument(
         "--tag-output", action="store_true", help='print "[RANK] " before each line'
@@ -166,6 +176,9 @@ def _direct_output(options: argparse.Namespace, rank: int) -> None:
 def _replace(options: argparse.Namespace, topology: nodes.Topology) -> str:
     """Replace the parts of torch that the options name; return in words what was replaced."""
     replaced = []
+    if options.data_parallel:
+        replaced.append(data_parallel.start())
+        options.backend, options.keep_ddp = torchrun.KEEP, True
     if options.backend != torchrun.KEEP:
         torchrun.replace_backends(options.backend)
         replaced.append(f"torch's backends (nccl, gloo, none) by {options.backend}")

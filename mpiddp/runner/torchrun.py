@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from mpiddp.data_parallel.wrapper import DataParallel
 from mpiddp.ddp.wrapper import DistributedDataParallel
 from mpiddp.mpi.nodes import Topology
 from mpiddp.rendezvous.world import BACKEND
@@ -23,7 +24,14 @@ from mpiddp.torch_internals.patching import replace_function
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["KEEP", "limit_threads", "replace_backends", "replace_ddp", "set_environment"]
+__all__ = [
+    "KEEP",
+    "limit_threads",
+    "replace_backends",
+    "replace_data_parallel",
+    "replace_ddp",
+    "set_environment",
+]
 
 # A choice of backend: the script's own.
 KEEP = "keep"
@@ -158,6 +166,24 @@ def replace_ddp(derived: bool) -> None:
     torchs.__new__ = choose  # type: ignore[method-assign, assignment]
     if derived:
         torchs.__init_subclass__ = classmethod(derive)  # type: ignore[assignment, arg-type]
+
+
+def replace_data_parallel() -> None:
+    """Let torch's DataParallel construct ours, as `replace_ddp` does. Not collective.
+
+    Classes that derive from torch's from now on derive from ours instead.
+    """
+    torchs = torch.nn.DataParallel
+
+    def choose(cls: type, *args: Any, **kwargs: Any) -> object:
+        return object.__new__(DataParallel if cls is torchs else cls)
+
+    def derive(cls: type, **kwargs: Any) -> None:
+        super(torchs, cls).__init_subclass__(**kwargs)  # type: ignore[misc]
+        cls.__bases__ = tuple(DataParallel if base is torchs else base for base in cls.__bases__)
+
+    torchs.__new__ = choose  # type: ignore[method-assign, assignment]
+    torchs.__init_subclass__ = classmethod(derive)  # type: ignore[assignment, arg-type]
 
 
 def _on_mpiddp(signature: inspect.Signature, args: Any, kwargs: Any) -> bool:

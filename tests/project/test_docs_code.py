@@ -9,7 +9,10 @@ from pages import Block, blocks, pages
 HERE = Path(__file__).parent
 # How often a block runs that is marked so.
 TOGETHER = {"runs: 2 ranks": 1, "runs: 2 ranks, twice": 2}
-BY_RUNNER = "runs: 2 ranks, python -m mpiddp"
+BY_RUNNER = {
+    "runs: 2 ranks, python -m mpiddp": ["-m", "mpiddp"],
+    "runs: 2 ranks, python -m mpiddp --data-parallel": ["-m", "mpiddp", "--data-parallel"],
+}
 
 BLOCKS = [block for page in pages() for block in blocks(page)]
 
@@ -49,10 +52,10 @@ def test_code_runs(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_code_runs_under_the_runner(tmp_path: Path) -> None:
-    paths = [write(block, tmp_path) for block in BLOCKS if block.mark == BY_RUNNER]
-    assert paths
-    for path in paths:
-        run("-m", "mpiddp", path)
+    marked = [block for block in BLOCKS if block.mark in BY_RUNNER]
+    assert {block.mark for block in marked} == set(BY_RUNNER)
+    for block in marked:
+        run(*BY_RUNNER[block.mark], write(block, tmp_path))
 
 
 @pytest.mark.once
@@ -60,7 +63,7 @@ def test_every_block_says_how_it_runs() -> None:
     for block in BLOCKS:
         # A diff of commands has nothing to run.
         if block.language == "python" or (block.language == "diff" and "import " in block.text):
-            assert block.mark in {*TOGETHER, BY_RUNNER}, f"{block}: marked {block.mark!r}"
+            assert block.mark in {*TOGETHER, *BY_RUNNER}, f"{block}: marked {block.mark!r}"
         else:
             assert not block.mark.startswith("runs:"), str(block)
 
