@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from mpiddp.engine import forks
+from mpiddp.horovod import environment, handles
 from mpiddp.horovod import process_sets as sets
 from mpiddp.horovod.process_sets import ProcessSet
+from mpiddp.horovod.timeline import Timeline
 from mpiddp.mpi.nodes import Topology, find_topology
 from mpiddp.rendezvous.world import destroy_process_group, init_process_group
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 _topology: Topology | None = None
 _homogeneous = True
 _made_world = False
+_timeline: Timeline | None = None
 
 
 def init(
@@ -53,6 +56,8 @@ def init(
                 f'process_sets must be process sets or "dynamic", not {process_sets!r}'
             )
         process_sets = None
+    settings = environment.read()
+    environment.name_the_others()
     given = _communicator_of(comm)
     made = not dist.is_initialized()
     if made:
@@ -65,8 +70,15 @@ def init(
     _topology = find_topology(communicator)
     per_node = communicator.allgather(_topology.local_world_size)
     _homogeneous = len(set(per_node)) == 1
-    sets.open_table(communicator, list(process_sets or []))
+    sets.open_table(communicator, settings)
     atexit.register(_at_exit)
+    if settings.timeline:
+        start_timeline(settings.timeline)
+    try:
+        sets.add_first_process_sets(list(process_sets or []))
+    except BaseException:
+        shutdown()
+        raise
 
 
 def _world() -> Any:
@@ -119,6 +131,8 @@ def shutdown() -> None:
         return
     atexit.unregister(_at_exit)
     sets.close_table()
+    stop_timeline()
+    handles.forget_all()
     _topology = None
     if _made_world and dist.is_initialized():
         destroy_process_group()
@@ -126,6 +140,39 @@ def shutdown() -> None:
 
 def _at_exit() -> None:
     """End without shutdown: nothing collective, the other ranks may be anywhere."""
+    if sets.is_open() and not forks.forked():
+        sets.abandon_table()
+        stop_timeline()
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Write what happens from now on to a timeline. Not collective; only rank 0 writes one.
+
+    Args:
+        file_path: of a file in Chrome's trace format, which is replaced.
+        mark_cycles: accepted as in Horovod, without effect: there are no cycles here.
+
+    Raises:
+        ValueError: Horovod is not initialised.
+        OSError: the file cannot be written.
+    """
+    global _timeline
+    if _place().rank != 0:
+        return
+    stop_timeline()
+    _timeline = Timeline(file_path)
+    for agreement in sets.agreements():
+        agreement.timeline = _timeline
+
+
+def stop_timeline() -> None:
+    """End the timeline, if there is one. Not collective."""
+    global _timeline
+    for agreement in sets.agreements():
+        agreement.timeline = None
+    if _timeline is not None:
+        _timeline.close()
+        _timeline = None
 
 
 def is_initialized() -> bool:
