@@ -93,7 +93,7 @@ class _AllReduce(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.how = op, factors, process_set, grouped
-        outputs = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+        outputs = submitting.new_outputs("allreduce", tensors)
         handle = submitting.all_reduce(tensors, outputs, name, op, factors, process_set, grouped)
         return _all(synchronize(handle), grouped)
 
@@ -131,7 +131,7 @@ class _Broadcast(torch.autograd.Function):
         ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
     ) -> Tensor:
         ctx.root_rank, ctx.process_set = root_rank, process_set
-        output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        (output,) = submitting.new_outputs("broadcast", [tensor])
         handle = submitting.broadcast(tensor, output, root_rank, name, process_set)
         return cast(Tensor, synchronize(handle))
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from mpiddp.horovod import gradients, submitting
@@ -83,7 +82,7 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Submit a `broadcast`, and return its handle for `synchronize`. Not collective."""
-    output = torch.empty_like(tensor, memory_format=torch.contiguous_format).detach()
+    (output,) = submitting.new_outputs("broadcast", [tensor])
     return submitting.broadcast(tensor, output, root_rank, name, process_set)
 
 

@@ -63,9 +63,9 @@ def allreduce_async(
     Not collective. The input keeps its values; the result is a new tensor of its shape and dtype.
     For the arguments and errors see this file's first lines.
     """
-    output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    outputs = submitting.new_outputs("allreduce", [tensor])
     how = chosen_op(op, average), (prescale_factor, postscale_factor), process_set
-    return submitting.all_reduce([tensor], [output.detach()], name, *how)
+    return submitting.all_reduce([tensor], outputs, name, *how)
 
 
 def allreduce_async_(
@@ -137,10 +137,7 @@ def grouped_allreduce_async(
 
     Not collective. `synchronize` returns a tuple of new tensors. As `allreduce_async` otherwise.
     """
-    outputs = [
-        torch.empty_like(tensor, memory_format=torch.contiguous_format).detach()
-        for tensor in tensors
-    ]
+    outputs = submitting.new_outputs("grouped_allreduce", tensors)
     how = chosen_op(op, average), (prescale_factor, postscale_factor), process_set
     return submitting.all_reduce(tensors, outputs, name, *how, grouped=True)
 

@@ -27,6 +27,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "new_outputs",
     "one",
     "reduce_scatter",
     "several",
@@ -42,6 +43,15 @@ def one(submission: Submission) -> torch.Tensor:
 def several(submission: Submission) -> tuple[torch.Tensor, ...]:
     """Return the outputs of a grouped operation. Not collective."""
     return tuple(submission.outputs)
+
+
+def new_outputs(kind: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return memory for results like `tensors`. Not collective. Raises what `all_reduce` does."""
+    _check_layout(kind, tensors)
+    return [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format).detach()
+        for tensor in tensors
+    ]
 
 
 def all_reduce(
@@ -179,14 +189,7 @@ def without_tensors(kind: str, process_set: ProcessSet, what: Any = None) -> int
 def _request(
     agreement: Agreement, kind: str, name: str | None, tensors: Sequence[torch.Tensor]
 ) -> Request:
-    if not tensors:
-        raise ValueError(f"{kind} needs at least one tensor")
-    for tensor in tensors:
-        if tensor.layout is not torch.strided:
-            raise ValueError(
-                f"{kind} cannot handle a tensor of layout {tensor.layout}; see "
-                f"hvd.sparse_allreduce_async, or call to_dense()"
-            )
+    _check_layout(kind, tensors)
     devices = {"GPU" if tensor.is_cuda else "CPU" for tensor in tensors}
     if len(devices) > 1:
         raise ValueError(f"the tensors of one {kind} must all be on CPU or all on a GPU")
@@ -195,6 +198,17 @@ def _request(
     )
     name = agreement.unnamed(kind) if name is None else name
     return Request(f"{kind}.{name}", kind, described, devices.pop())
+
+
+def _check_layout(kind: str, tensors: Sequence[torch.Tensor]) -> None:
+    if not tensors:
+        raise ValueError(f"{kind} needs at least one tensor")
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"{kind} cannot handle a tensor of layout {tensor.layout}; see "
+                f"hvd.sparse_allreduce_async, or call to_dense()"
+            )
 
 
 def _check_reduction(tensors: Sequence[torch.Tensor], op: ReduceOp) -> None:
