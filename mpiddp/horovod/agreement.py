@@ -83,6 +83,7 @@ class Agreement:
         self._sends: list[MPI.Request] = []
         self._counts: dict[str, int] = {}
         self._ended = False
+        self._closed = False
         self._drivers = 0
         self._coordinator: Coordinator | None = None
         if self._rank == _COORDINATOR:
@@ -161,7 +162,10 @@ class Agreement:
             self.progress()
 
     def leave(self) -> None:
-        """Wait until all ranks have left; what waits for others fails. Collective."""
+        """Wait until all ranks have left; what waits for others fails. Collective.
+
+        Afterwards the communicator is used no more, and may be freed.
+        """
         submission = Submission(Request("leave", "leave"))
         with self._lock:
             if self._ended:
@@ -174,6 +178,8 @@ class Agreement:
                 running.wait()
             self.progress()
             time.sleep(0)
+        with self._lock:  # the thread may be about to look
+            self._closed = True
 
     def say_goodbye(self) -> None:
         """Tell the coordinator that this rank ends, and do not wait."""
@@ -191,6 +197,8 @@ class Agreement:
         if not self._lock.acquire(blocking=patient):
             return False
         try:
+            if self._closed:
+                return False
             moved = self._exchange()
             for running in list(self._running):
                 if running.is_completed():

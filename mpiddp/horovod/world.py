@@ -72,11 +72,11 @@ def init(
     _homogeneous = len(set(per_node)) == 1
     sets.open_table(communicator, settings)
     atexit.register(_at_exit)
-    if settings.timeline:
-        start_timeline(settings.timeline)
     try:
         sets.add_first_process_sets(list(process_sets or []))
-    except BaseException:
+        if settings.timeline:
+            start_timeline(settings.timeline)
+    except Exception:
         shutdown()
         raise
 

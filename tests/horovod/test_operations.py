@@ -60,7 +60,8 @@ def test_allreduce(op):
     again = kept[0].clone()
     plain, in_place = hvd.allreduce(kept[0], op=op), hvd.allreduce_(again, op=op)
     with together():
-        assert torch.equal(kept[0], of(RANK, DTYPES[0])) and in_place is again
+        assert torch.equal(kept[0], of(RANK, DTYPES[0]))
+        assert in_place is again
         torch.testing.assert_close(plain, reduced(op, DTYPES[0]))
         torch.testing.assert_close(again, plain)
 
@@ -108,8 +109,10 @@ def test_compression():
     with together():
         assert torch.equal(narrow, torch.ones(4, dtype=torch.float64))
         assert torch.equal(same, wide)
-        assert counts.tolist() == [5] and counts.dtype == torch.int64
-        assert parts.dtype == torch.float64 and (parts == 1).all()
+        assert counts.tolist() == [5]
+        assert counts.dtype == torch.int64
+        assert parts.dtype == torch.float64
+        assert (parts == 1).all()
         assert [group.tolist() for group in groups] == [[1.0] * 4] * 2
 
 
@@ -124,7 +127,8 @@ def test_strides_and_empty_tensors():
         torch.testing.assert_close(mean, whole.mean(0))
         assert torch.equal(odd, whole.sum(0))
         assert nothing.shape == (0, 3)
-        assert scalar.shape == () and scalar == sum(range(SIZE))
+        assert scalar.shape == ()
+        assert scalar == sum(range(SIZE))
 
 
 def test_grouped_allreduce():
@@ -139,7 +143,8 @@ def test_grouped_allreduce():
     hvd.synchronize(hvd.grouped_allreduce_async_(others, op=hvd.Sum))
     with together():
         assert kept[3].tolist() == of(RANK, torch.int32).tolist()
-        assert isinstance(plain, list) and isinstance(later, tuple)
+        assert isinstance(plain, list)
+        assert isinstance(later, tuple)
         assert all(a is b for a, b in zip(in_place, mine, strict=True))
         for results in (plain, later, in_place, others):
             for result, value in zip(results, expected, strict=True):
@@ -203,9 +208,11 @@ def test_alltoall():
         assert equal.tolist() == [
             100 * rank + 2 * RANK + place for rank in range(SIZE) for place in range(2)
         ]
-        assert torch.equal(output, torch.cat(expected)) and torch.equal(later, output)
+        assert torch.equal(output, torch.cat(expected))
+        assert torch.equal(later, output)
         assert received.tolist() == [len(part) for part in expected] == counts.tolist()
-        assert received.dtype == torch.int64 and counts.dtype == torch.int32
+        assert received.dtype == torch.int64
+        assert counts.dtype == torch.int32
         assert without.tolist() == [1] * SIZE
 
 
@@ -303,9 +310,9 @@ def test_what_cannot_be_done():
             hvd.allreduce(torch.ones(2, dtype=torch.complex64), op=hvd.Min)
         with pytest.raises(ValueError, match="sparse_allreduce_async"):
             hvd.allreduce(torch.eye(2).to_sparse())
-        with pytest.raises(ValueError, match="not sparse|sparse COO"):
+        with pytest.raises(ValueError, match="sparse COO"):
             hvd.sparse_allreduce_async(torch.ones(2), "dense", hvd.Sum)
-        with pytest.raises(hvd.HorovodInternalError, match="Average and hvd.Sum"):
+        with pytest.raises(hvd.HorovodInternalError, match=r"Average and hvd\.Sum"):
             hvd.reducescatter(torch.ones(2), op=hvd.Max)
         with pytest.raises(hvd.HorovodInternalError, match="root_rank 77 is not"):
             hvd.broadcast(torch.ones(2), 77)
