@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from mpiddp.process_group.group import ProcessGroup
 
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
+
 NOT_INITIALISED = "Horovod has not been initialized; call hvd.init() first"
 
 
