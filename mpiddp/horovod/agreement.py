@@ -22,6 +22,7 @@ from mpiddp.horovod.coordinator import (
     ENDED,
     FAIL,
     JOINED,
+    LEFT,
     RUN,
     Coordinator,
     Decision,
@@ -47,6 +48,8 @@ _COORDINATOR = 0
 _YIELD = 2e-3
 _LONGEST_NAP = 1e-3
 _STALL_LOOKS = 0.25
+# Seconds for which a rank that ends tries to say so.
+_GOODBYE = 1.0
 
 
 class Agreement:
@@ -84,6 +87,7 @@ class Agreement:
         self._counts: dict[str, int] = {}
         self._ended = False
         self._closed = False
+        self._gone = ""
         self._drivers = 0
         self._coordinator: Coordinator | None = None
         if self._rank == _COORDINATOR:
@@ -127,6 +131,9 @@ class Agreement:
                     f"{key} was submitted before and is still waiting for other ranks; operations "
                     f"that are under way at the same time need different names"
                 )
+            if self._gone:
+                self._end(submission, _impossible(key, self._gone))
+                return
             self._waiting[key] = submission
             self._outbox.append(submission.request)
             if self.timeline is not None:
@@ -182,11 +189,19 @@ class Agreement:
             self._closed = True
 
     def say_goodbye(self) -> None:
-        """Tell the coordinator that this rank ends, and do not wait."""
+        """Say that this rank ends: to the coordinator, or as the coordinator to all.
+
+        Waits for messages to be sent, but for no answer.
+        """
+        until = time.monotonic() + _GOODBYE
         with self._lock:
             if not self._ended and self._size > 1:
                 self._outbox.append(Request("leave", "leave"))
                 self.progress()
+                while self._sends and time.monotonic() < until:
+                    self.progress()
+                    time.sleep(_LONGEST_NAP)
+                self._closed = True
 
     def progress(self, patient: bool = True) -> bool:
         """Do what can be done now; return whether there was anything.
@@ -261,13 +276,14 @@ class Agreement:
                 submission = self._waiting.pop("join")
                 submission.last_joined = self._ranks[decision.rank]
                 self._end(submission, None)
+            elif decision.what == LEFT:
+                self._gone = decision.text
+                for key in self._waiting.keys() - {"leave"}:
+                    self._end(self._waiting.pop(key), _impossible(key, self._gone))
             else:
                 assert decision.what == ENDED
                 self._ended = True
-                for key in list(self._waiting):
-                    submission = self._waiting.pop(key)
-                    error = HorovodInternalError(f"{key}: Horovod has been shut down")
-                    self._end(submission, None if key == "leave" else error)
+                self._end(self._waiting.pop("leave"), None)
 
     def _start(self, decision: Decision, submissions: list[Submission]) -> None:
         for submission in submissions:
@@ -302,3 +318,7 @@ class Agreement:
         submission.error = error
         submission.done = True
         submission.inputs = []
+
+
+def _impossible(key: str, why: str) -> HorovodInternalError:
+    return HorovodInternalError(f"{key} cannot be done: {why}")

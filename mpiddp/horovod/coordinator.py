@@ -23,9 +23,9 @@ import torch
 from mpiddp.horovod.environment import Settings
 from mpiddp.horovod.reduce_ops import Adasum, ReduceOp
 
-__all__ = ["ENDED", "FAIL", "JOINED", "RUN", "Coordinator", "Decision", "Request"]
+__all__ = ["ENDED", "FAIL", "JOINED", "LEFT", "RUN", "Coordinator", "Decision", "Request"]
 
-RUN, FAIL, JOINED, ENDED = "run", "fail", "joined", "ended"
+RUN, FAIL, JOINED, LEFT, ENDED = "run", "fail", "joined", "left", "ended"
 
 # Kinds whose first dimension may differ over ranks.
 _RAGGED = ("allgather", "alltoall")
@@ -66,12 +66,13 @@ class Decision(NamedTuple):
     """What every rank of the process set is to do next.
 
     Attributes:
-        what: RUN, FAIL, JOINED (all ranks have joined) or ENDED (all have left).
+        what: RUN, FAIL, JOINED (all ranks have joined), LEFT (a rank has, so nothing can be done
+            any more: every operation needs all ranks) or ENDED (all have).
         keys: of the operations; several are all-reduces to be done as one.
         requests: one rank's request for each key, where a rank that has joined needs them.
         sizes: for RUN of an allgather: by rank, the rows of each tensor. Of an alltoall: the rows
             that come from each rank.
-        text: the error of FAIL.
+        text: the error of FAIL, and of all that comes after LEFT.
         rank: of JOINED: the last to join.
     """
 
@@ -122,7 +123,7 @@ class Coordinator:
         self._changed: dict[str, None] = {}
         self._joined: list[int] = []
         self._left: list[int] = []
-        self._ended = False
+        self._told_left = 0
 
     def submit(self, rank: int, request: Request) -> None:
         """Hear what a rank of the set has submitted."""
@@ -131,8 +132,7 @@ class Coordinator:
             self._changed = dict.fromkeys(self._waiting)
         elif request.kind == "leave":
             self._left.append(rank)
-            self._changed = dict.fromkeys(self._waiting)
-        else:
+        elif not self._left:  # else the rank fails it by itself, when it hears of that
             waiting = self._waiting.get(request.key)
             if waiting is None:
                 waiting = self._waiting[request.key] = _Waiting(self._clock())
@@ -141,8 +141,6 @@ class Coordinator:
 
     def decide(self) -> list[Decision]:
         """Return what is to be done because of what was heard since the last call, in order."""
-        if not self._changed and not self._joined and not self._left:
-            return []
         changed, self._changed = self._changed, {}
         found: list[Decision] = []
         ready: list[dict[int, Request]] = []
@@ -161,26 +159,15 @@ class Coordinator:
         if len(joined) == size:
             found.append(Decision(JOINED, rank=self._joined[-1]))
             self._joined = []
-        if self._left:
-            found += self._after_leaving()
-        return found
-
-    def _after_leaving(self) -> Iterable[Decision]:
-        """Fail all that waits: every operation needs the ranks that have left."""
-        gone = self._named(self._left)
-        for key in list(self._waiting):
-            del self._waiting[key]
-            yield Decision(
-                FAIL, (key,), text=f"{key} cannot be done: Horovod has been shut down on {gone}"
-            )
-        if self._joined:
+        if len(self._left) > self._told_left:
+            self._told_left = len(self._left)
+            self._waiting = {}
             self._joined = []
-            yield Decision(
-                FAIL, ("join",), text=f"hvd.join() waits in vain: Horovod has ended on {gone}"
-            )
-        if len(self._left) == len(self._ranks) and not self._ended:
-            self._ended = True
-            yield Decision(ENDED)
+            text = f"Horovod has been shut down on {self._named(self._left)}"
+            found.append(Decision(LEFT, text=text))
+            if len(self._left) == size:
+                found.append(Decision(ENDED))
+        return found
 
     def _trouble(self, key: str, requests: dict[int, Request]) -> str:
         """Return why an operation cannot be done, empty if it can."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from mpiddp.mpi import uncaught
+
 if TYPE_CHECKING:
     from mpiddp.horovod.agreement import Agreement
 
@@ -69,6 +71,7 @@ class ProgressThread:
             self._thread.join()
 
     def _run(self) -> None:
+        uncaught.take_part()  # an error here ends the job
         nap = _SHORTEST_NAP
         while self._wait(nap):
             agreements = [each for each in self._agreements if not each.driven]

@@ -6,6 +6,7 @@ from mpiddp.horovod.coordinator import (
     ENDED,
     FAIL,
     JOINED,
+    LEFT,
     RUN,
     Coordinator,
     Decision,
@@ -105,14 +106,17 @@ def test_stalls_are_named_once():
 
 
 def test_leaving():
+    """What can be done still is; then nothing can."""
     coordinator = Coordinator([0, 1], Settings())
-    coordinator.submit(0, reduce_of("a"))
-    coordinator.submit(1, Request("leave", "leave"))
-    (decision,) = coordinator.decide()
-    assert decision.what == FAIL
-    assert "shut down on rank 1" in decision.text
+    for rank in (0, 1):
+        coordinator.submit(rank, reduce_of("a"))
     coordinator.submit(0, reduce_of("b"))
-    assert [decision.keys for decision in coordinator.decide()] == [("allreduce.b",)]
+    coordinator.submit(1, Request("leave", "leave"))
+    done, left = coordinator.decide()
+    assert (done.what, done.keys) == (RUN, ("allreduce.a",))
+    assert (left.what, left.text) == (LEFT, "Horovod has been shut down on rank 1")
+    coordinator.submit(0, reduce_of("c"))
+    assert coordinator.decide() == []
     coordinator.submit(0, Request("leave", "leave"))
-    assert [decision.what for decision in coordinator.decide()] == [ENDED]
+    assert [decision.what for decision in coordinator.decide()] == [LEFT, ENDED]
     assert coordinator.decide() == []
