@@ -40,7 +40,9 @@ def test_arguments(name):
         ]
         for each in TABLE[name]
     ]
-    assert found == expected
+    # What ours takes besides comes last, and can be left out.
+    assert found[: len(expected)] == expected
+    assert all(len(extra) == 2 for extra in found[len(expected) :])
 
 
 def test_the_numbers_of_the_reductions():
