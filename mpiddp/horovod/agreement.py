@@ -283,7 +283,9 @@ class Agreement:
             else:
                 assert decision.what == ENDED
                 self._ended = True
-                self._end(self._waiting.pop("leave"), None)
+                leaving = self._waiting.pop("leave", None)
+                if leaving is not None:  # none is, where the interpreter just ends
+                    self._end(leaving, None)
 
     def _start(self, decision: Decision, submissions: list[Submission]) -> None:
         for submission in submissions:
