@@ -22,6 +22,7 @@ def test_the_set_of_all_ranks():
         assert not hvd.remove_process_set(whole)
 
 
+@pytest.mark.mpi(min_size=3)
 def test_operations_of_a_part():
     part = hvd.add_process_set([SIZE - 1, 0])
     ranks = [0, SIZE - 1]
@@ -77,6 +78,7 @@ def test_operations_of_a_part():
             hvd.allreduce(torch.ones(1), process_set=part)
 
 
+@pytest.mark.mpi(min_size=3)
 def test_the_users_collectives_on_a_sets_group_do_not_mix_with_operations():
     part = hvd.add_process_set([0, 1])
     if RANK < 2:
