@@ -5,6 +5,7 @@ change the user's own process groups, or match operations by the order of their 
 """
 
 from mpiddp.horovod import elastic
+from mpiddp.horovod.broadcast_state import broadcast_optimizer_state, broadcast_parameters
 from mpiddp.horovod.compression import Compression
 from mpiddp.horovod.errors import HorovodInternalError
 from mpiddp.horovod.handles import poll, synchronize
@@ -22,6 +23,7 @@ from mpiddp.horovod.movement import (
     grouped_allgather_async,
 )
 from mpiddp.horovod.objects import allgather_object, broadcast_object
+from mpiddp.horovod.optimizer import DistributedOptimizer
 from mpiddp.horovod.process_sets import (
     ProcessSet,
     add_process_set,
@@ -76,6 +78,7 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DistributedOptimizer",
     "HorovodInternalError",
     "Max",
     "Min",
@@ -99,6 +102,8 @@ __all__ = [
     "broadcast_async",
     "broadcast_async_",
     "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
     "ccl_built",
     "cross_rank",
     "cross_size",

@@ -21,6 +21,33 @@ TOO_MANY_PASSES = (
 )
 
 
+class _Taken:
+    """A gradient as it was when it was taken, to see whether it is changed. Not collective."""
+
+    __slots__ = ("gradient", "sample", "version")
+
+    def __init__(self, gradient: torch.Tensor) -> None:
+        self.gradient = gradient
+        self.version = gradient._version
+        sample = _sample(gradient)
+        self.sample = None if sample is None else sample.clone()
+
+    def is_unchanged(self, gradient: torch.Tensor | None) -> bool:
+        """Whether it is still the same, and so are the elements that were looked at."""
+        if gradient is not self.gradient or gradient._version != self.version:
+            return False
+        # GradScaler's operation leaves the version as it is.
+        sample = _sample(gradient)
+        return sample is None or self.sample is None or torch.equal(sample, self.sample)
+
+
+def _sample(gradient: torch.Tensor) -> torch.Tensor | None:
+    """Return the bytes of some elements, if these are easily had."""
+    if not gradient.is_contiguous() or gradient.is_conj() or gradient.is_neg():
+        return None
+    return gradient.detach().view(-1)[:16].view(torch.uint8)
+
+
 @skip_compilation
 class OptimizerReducer(TorchReducer):
     """A reducer whose gradients are complete after `finish`, see Note [Deferred end].
@@ -53,8 +80,8 @@ class OptimizerReducer(TorchReducer):
         # Before the buckets are made, or they would be made twice.
         self.compression = compression
         self.python_hook = python_hook
-        # What was taken in this step: gradients by parameter index, with their versions.
-        self._taken: dict[int, tuple[torch.Tensor, int]] = {}
+        # Of what was taken in this step, some gradients by parameter index.
+        self._taken: dict[int, _Taken] = {}
         super().__init__(*arguments, **settings)
         self.set_divisor(divisor)
         self.keep_buckets()
@@ -79,7 +106,7 @@ class OptimizerReducer(TorchReducer):
             for index in deferred.taken(self):
                 gradient = self.parameters[index].grad
                 if index not in self._taken and gradient is not None:
-                    self._taken[index] = gradient, gradient._version
+                    self._taken[index] = _Taken(gradient)
 
     def finish(self) -> None:
         """Reduce what is left, wait, and write the means. Collective.
@@ -103,8 +130,8 @@ class OptimizerReducer(TorchReducer):
 
     def _refuse_changes(self) -> None:
         """Raise if a gradient is not what has been sent: the change would be lost."""
-        for index, (gradient, version) in self._taken.items():
-            if self.parameters[index].grad is not gradient or gradient._version != version:
+        for index, taken in self._taken.items():
+            if not taken.is_unchanged(self.parameters[index].grad):
                 raise RuntimeError(
                     f"rank {self.process_group.rank()}: the gradient of "
                     f"{self.describe_parameter(index)} was changed between backward and "
