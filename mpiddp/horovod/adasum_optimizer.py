@@ -6,9 +6,8 @@ differences of the parameters. So nothing can begin before the step; the reducer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 
@@ -25,7 +24,7 @@ class AdasumMethods(torch.optim.Optimizer):
     _compression: Any
     backward_passes_per_step: int
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step with this rank's gradients; then add all ranks' steps. Collective.
 
         Every rank must have the same parameters before.
@@ -33,7 +32,7 @@ class AdasumMethods(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         with torch.no_grad():
             before = [parameter.clone() for parameter in parameters]
-        result = super().step(closure)  # type: ignore[arg-type]
+        result = super().step(closure)
         with torch.no_grad():
             for parameter, start in zip(parameters, before, strict=True):
                 # A parameter may be frozen on all ranks, or have no gradient on some.
@@ -49,11 +48,9 @@ class AdasumMethods(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Do nothing, as in Horovod: the step itself is what is added. Not collective."""
 
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
+    def skip_synchronize(self) -> NoReturn:
         """Raise AssertionError, as in Horovod. Not collective."""
         raise AssertionError("skip_synchronize() is not possible with op=Adasum")
-        yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Note the number; gradients add up over passes by themselves. Not collective."""

@@ -160,9 +160,7 @@ def _packed(
     return groups, states, others
 
 
-def _unpacked(
-    value: Any, present: Any, device: torch.device, tensors: list[torch.Tensor]
-) -> Any:
+def _unpacked(value: Any, present: Any, device: torch.device, tensors: list[torch.Tensor]) -> Any:
     """Return what `_packed` has made `value` of, with tensors whose elements are yet to come.
 
     Args:

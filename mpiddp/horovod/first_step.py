@@ -36,7 +36,7 @@ class FirstStep:
         self._counts = [0] * len(parameters)
         self._arrived: dict[int, None] = {}
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(parameters)
         ]
 

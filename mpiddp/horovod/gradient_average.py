@@ -15,6 +15,7 @@ import os
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -85,10 +86,13 @@ class GradientAverage:
         )
         self._threshold = _fusion_threshold()
         numbers = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        groups = settings.groups
-        if groups is not None and not isinstance(groups, int):
-            groups = [[numbers[id(p)] for p in some if id(p) in numbers] for some in groups]
-        self._groups = groups
+        self._groups: int | list[list[int]] | None
+        if settings.groups is None or isinstance(settings.groups, int):
+            self._groups = settings.groups
+        else:
+            self._groups = [
+                [numbers[id(p)] for p in some if id(p) in numbers] for some in settings.groups
+            ]
         model_check.verify_equal_models(
             settings.group,
             {
@@ -97,7 +101,7 @@ class GradientAverage:
                     {
                         "op": "Average" if settings.average else "Sum",
                         "compression": getattr(settings.compression, "__qualname__", "other"),
-                        "groups": groups,
+                        "groups": self._groups,
                         "sparse_as_dense": settings.sparse_as_dense,
                     }
                 ),
@@ -226,7 +230,7 @@ def _by_groups(
     if isinstance(groups, int):
         size, more = divmod(len(parameters), groups)
         ends = [number * size + min(number, more) for number in range(groups + 1)]
-        groups = [range(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+        groups = [range(a, b) for a, b in pairwise(ends)]
     number_of = {index: number for number, members in enumerate(groups) for index in members}
     buckets: dict[object, list[int]] = {}
     for index in order:

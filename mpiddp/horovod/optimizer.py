@@ -35,7 +35,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 Named = Iterable[tuple[str, torch.Tensor]]
 
 
-def DistributedOptimizer(  # noqa: N802  # Horovod's name
+def DistributedOptimizer(
     optimizer: AnyOptimizer,
     named_parameters: Named | None = None,
     compression: Any = Compression.none,
@@ -137,7 +137,7 @@ def _derived(optimizer: torch.optim.Optimizer, methods: type) -> Any:
     """Return an optimizer with other methods, and the parameters and state of a given one."""
     kind = type(optimizer)
     made = type(kind.__name__, (methods, kind), {"__doc__": kind.__doc__})
-    derived: Any = made.__new__(made)
+    derived: Any = object.__new__(made)
     # All but a `step` that a scheduler has put around the method of the one object.
     derived.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
     return derived
@@ -156,9 +156,7 @@ class DistributedMethods(torch.optim.Optimizer):
     _should_synchronize: bool
     backward_passes_per_step: int
 
-    def _begin(
-        self, names: dict[int, str], settings: AverageSettings | None, passes: int
-    ) -> None:
+    def _begin(self, names: dict[int, str], settings: AverageSettings | None, passes: int) -> None:
         self._names = names
         self._settings = settings
         self._averages = []
@@ -232,7 +230,7 @@ class DistributedMethods(torch.optim.Optimizer):
         finally:
             self._should_synchronize = True
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Synchronize, unless in `skip_synchronize`, and step. Collective over the process set.
 
         Args:
@@ -252,7 +250,7 @@ class DistributedMethods(torch.optim.Optimizer):
             if closure is None or any(average.in_flight for average in averages):
                 self.synchronize()
             closure = closure and self._then_synchronize(closure)
-        result = super().step(closure)  # type: ignore[arg-type]
+        result = super().step(closure)
         self._synchronized = False
         return result
 

@@ -10,10 +10,11 @@ from mpiddp.ddp.torch_reducer import TorchReducer
 from mpiddp.engine import forks
 from mpiddp.mpi import uncaught
 from mpiddp.reducer import deferred
-from mpiddp.reducer.errors import READY_TWICE
 from mpiddp.reducer.forward_passes import ForwardPasses
 from mpiddp.torch_internals.compiler import skip_compilation
 
+# What the reducer says of a gradient that comes once more, see raise_used_again in errors.py.
+_READY_TWICE = "mark a variable ready only once"
 TOO_MANY_PASSES = (
     "a gradient was computed in more backward passes than backward_passes_per_step before step() "
     "or synchronize(): raise backward_passes_per_step of the DistributedOptimizer to accumulate "
@@ -142,5 +143,5 @@ class OptimizerReducer(TorchReducer):
 
     def note_error(self, error: Exception) -> None:
         """Raise Horovod's kind of error for a backward pass too many. Not collective."""
-        if str(error).startswith(READY_TWICE):
+        if _READY_TWICE in str(error):
             raise AssertionError(f"rank {self.process_group.rank()}: {TOO_MANY_PASSES}") from error

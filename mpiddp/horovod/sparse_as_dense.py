@@ -26,7 +26,7 @@ class SparseAsDense:
         self._dense: list[torch.Tensor] = []
         self._handles = {}
         for parameter in parameters:
-            self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._hook)
+            self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._hook)  # type: ignore[no-untyped-call]
             if parameter.grad is not None:
                 self._hook(parameter)
 

@@ -20,7 +20,6 @@ _SHOWN = 10
 _UNFINISHED = (
     "Expected to have finished reduction in the prior iteration before starting a new one."
 )
-READY_TWICE = "Expected to mark a variable ready only once."
 _GRAPH_CHANGED = (
     "This error indicates that your training graph has changed in this iteration, e.g., one "
     "parameter is used in first iteration, but then got unused in the second iteration. this is "
@@ -166,7 +165,7 @@ def raise_used_again(parameter: str, static_graph: bool, skipped: bool) -> NoRet
             f"static_graph set to True: leave it out, or compute the same in every iteration."
         )
     raise RuntimeError(
-        f"{READY_TWICE} The gradient of {parameter} was accumulated "
+        f"Expected to mark a variable ready only once. The gradient of {parameter} was accumulated "
         f"a second time in one backward pass: the parameter is used in several reentrant backward "
         f"passes (torch.utils.checkpoint with use_reentrant=True), or outside of the wrapped "
         f"module's forward. Use use_reentrant=False, or compute all uses in one forward; or, if "

@@ -79,7 +79,7 @@ def test_other_parameters_are_refused():
     text = r"broadcast different tensors: on rank 1 a is shape \(4,\)"
     with together(), pytest.raises(RuntimeError, match=text):
         hvd.broadcast_parameters(wrong, 0)
-    with together(), pytest.raises(RuntimeError, match="on rank 1 c is .* absent on rank 0"):
+    with together(), pytest.raises(RuntimeError, match=r"on rank 1 c is .* absent on rank 0"):
         hvd.broadcast_parameters({"b" if RANK != 1 else "c": torch.zeros(2)}, 0)
 
 
@@ -156,9 +156,10 @@ def test_optimizer_state(make, steps):
         model.float()
     optimizer = make(model.parameters(), 0.1 / (RANK + 1))
     optimizer.param_groups[0]["note"] = f"of rank {RANK}"
-    if RANK != root:
+    at_root = root == RANK
+    if not at_root:
         optimizer.param_groups[0]["not the root's"] = 1
-    if steps == "everywhere" or (steps != "nowhere" and (steps == "on the root") == (RANK == root)):
+    if steps == "everywhere" or (steps != "nowhere" and (steps == "on the root") == at_root):
         for _ in range(RANK + 1):
             model(torch.randn(2, 3, dtype=model[0].weight.dtype)).sum().backward()
             optimizer.step()
@@ -188,7 +189,7 @@ def test_of_a_distributed_optimizer(root):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 / (RANK + 1), momentum=0.9)
     ours = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root)
-    if RANK == root:
+    if root == RANK:
         for parameter in model.parameters():
             optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
     hvd.broadcast_optimizer_state(ours, root)
