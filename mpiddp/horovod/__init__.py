@@ -1,7 +1,8 @@
 """Horovod's API for PyTorch, on mpiddp: ``import mpiddp.horovod as hvd``.
 
-May import: the leaves, mpi, torch_internals, engine, process_group, rendezvous and ddp. Must never
-change the user's own process groups, or match operations by the order of their calls.
+May import: the leaves, mpi, torch_internals, engine, transports, process_group, reducer, rendezvous
+and ddp. Must never change the user's own process groups, or match operations by the order of their
+calls.
 """
 
 from mpiddp.horovod import elastic

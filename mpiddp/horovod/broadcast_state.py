@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from mpiddp.ddp.buffer_broadcast import broadcast_in_buffers
 from mpiddp.horovod.process_sets import ProcessSet, global_process_set, registered, table
-from mpiddp.horovod.program_order import group_in_order
 from mpiddp.process_group.group import ProcessGroup
 from mpiddp.reducer import model_check
 
@@ -39,10 +38,10 @@ def broadcast_parameters(
         ValueError: `params` is something else, or `root_rank` is not in the process set.
         RuntimeError: the ranks give different tensors; the error names the first that differ.
     """
-    own = registered(process_set).group
-    if own is None:
+    group = registered(process_set).group
+    if group is None:
         return
-    group, root = group_in_order(own), _rank_in_group(root_rank, process_set)
+    root = _rank_in_group(root_rank, process_set)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in _pairs(params):
         if tensor is None:
@@ -81,10 +80,10 @@ def broadcast_optimizer_state(
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("the state of torch.optim.LBFGS cannot be broadcast")
-    own = registered(process_set).group
-    if own is None:
+    group = registered(process_set).group
+    if group is None:
         return
-    group, root = group_in_order(own), _rank_in_group(root_rank, process_set)
+    root = _rank_in_group(root_rank, process_set)
     parameters = [p for each in optimizer.param_groups for p in each["params"]]
     named = {
         f"parameter {j} of group {i}": parameter

@@ -27,7 +27,6 @@ from mpiddp.horovod.adasum_optimizer import AdasumMethods
 from mpiddp.horovod.compression import Compression
 from mpiddp.horovod.gradient_average import AverageSettings, GradientAverage
 from mpiddp.horovod.process_sets import ProcessSet, global_process_set, registered
-from mpiddp.horovod.program_order import group_in_order
 from mpiddp.horovod.reduce_ops import Adasum, Average, ReduceOp, Sum
 from mpiddp.torch_internals.compiler import skip_compilation
 
@@ -115,13 +114,13 @@ def DistributedOptimizer(
                 f"op=Adasum needs a power of two of ranks, and the process set has {group.size()}"
             )
         adaptive: Any = _derived(optimizer, AdasumMethods)
-        adaptive._group, adaptive._compression = group_in_order(group), compression
+        adaptive._group, adaptive._compression = group, compression
         adaptive.backward_passes_per_step = backward_passes_per_step
         return adaptive  # type: ignore[no-any-return]
     settings = None
     if group is not None:
         settings = AverageSettings(
-            group_in_order(group),
+            group,
             op == Average,
             compression,
             groups,
