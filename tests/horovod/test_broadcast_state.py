@@ -1,7 +1,6 @@
 """hvd.broadcast_parameters and hvd.broadcast_optimizer_state: all ranks start from one's state."""
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,14 +11,6 @@ from torch import Tensor, nn
 import mpiddp.horovod as hvd
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _horovod(world: None, request: pytest.FixtureRequest) -> Iterator[None]:
-    hvd.init()
-    yield
-    if not request.session.testsfailed:
-        hvd.shutdown()
 
 
 @pytest.fixture(params=[0, -1], ids=["first", "last"])

@@ -3,7 +3,6 @@
 import copy
 import time
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,14 +24,6 @@ from torch import Tensor, nn
 import mpiddp.horovod as hvd
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _horovod(world: None, request: pytest.FixtureRequest) -> Iterator[None]:
-    hvd.init()
-    yield
-    if not request.session.testsfailed:
-        hvd.shutdown()
 
 
 def net() -> nn.Sequential:
@@ -773,6 +764,30 @@ def test_refusals():
         hvd.DistributedOptimizer(ours)
     with together(), pytest.raises(RuntimeError, match="copy"):
         copy.deepcopy(ours).step()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_operations_in_another_order():
+    """Operations that ranks submit in any order do not meet those of the optimizer."""
+    model = net()
+    alone = copy.deepcopy(model)
+    own, ours = sgd(alone), distributed(model)
+    for step in range(3):
+        batch = draw()
+        own.zero_grad()
+        loss_of(alone, batch).backward()
+        own.step()
+        ours.zero_grad()
+        loss_of(model, share(batch)).backward()
+        handles = []
+        for turn in range(2):
+            if turn == (RANK + step) % 2:
+                handles.append(hvd.allreduce_async(torch.full((3,), float(RANK)), name="rank"))
+            else:
+                ours.step()
+        with together():
+            assert hvd.synchronize(handles[0]).tolist() == [(SIZE - 1) / 2] * 3
+    assert_trained_alike(model, alone)
 
 
 @pytest.mark.mpi(min_size=2)
