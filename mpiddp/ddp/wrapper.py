@@ -38,13 +38,7 @@ from mpiddp.reducer import errors, model_check
 from mpiddp.reducer.assignment import BucketAssignment
 from mpiddp.reducer.forward_passes import ForwardPasses
 from mpiddp.torch_internals.compiler import compile_what_it_calls, skip_compilation
-from mpiddp.transports.choice import (
-    BUCKET_BYTES_BETWEEN_NODES,
-    BUCKET_BYTES_INSIDE_NODE,
-    MAKERS,
-    requested_transport,
-    sends_messages,
-)
+from mpiddp.transports.choice import MAKERS, default_bucket_bytes, requested_transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -369,16 +363,13 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
     def _bucket_size_limits(self, channel: Channel) -> Sequence[int]:
         """Return the sizes of the first, second ... bucket in bytes; the last holds for the rest.
 
-        Given sizes hold, as in torch's class. Otherwise a first bucket of 1 MiB is followed
-        by torch's 25 MiB where the ranks share memory, by 4 MiB where messages are sent.
+        Given sizes hold, as in torch's class.
         """
         if self.bucket_bytes_cap_list:
             return self.bucket_bytes_cap_list
         if not self._default_bucket_sizes:
             return [self.bucket_bytes_cap]
-        between_nodes = sends_messages(channel)
-        cap = BUCKET_BYTES_BETWEEN_NODES if between_nodes else BUCKET_BYTES_INSIDE_NODE
-        return [dist._DEFAULT_FIRST_BUCKET_BYTES, cap]  # type: ignore[attr-defined]  # as torch does
+        return default_bucket_bytes(channel)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Record statistics in the first 10 iterations, then every `sample_rate`. Not collective.

@@ -57,11 +57,18 @@ class BucketAssignment:
             order = list(reversed(range(len(self.parameters))))
         else:
             order = self._order_of_rank_0(arrival_order)
+        return self.in_order(order)
+
+    def in_order(self, order: Sequence[int]) -> list[list[int]]:
+        """Return the parameter indices of each bucket for gradients that come in this order.
+
+        Not collective, but all ranks give the same order.
+        """
         buckets, _ = _compute_bucket_assignment_by_size(
             [self.parameters[index] for index in order],
             self.size_limits,
             self.expect_sparse,
-            order,
+            list(order),
         )
         # In the order in which they fill. torch leaves the last bucket of each dtype and device in
         # an order of its own, which may differ on a rank with other devices.

@@ -64,7 +64,7 @@ def verify_equal_models(
 ) -> None:
     """Raise on all ranks unless every rank gives the same description in the same order.
 
-    Collective. Only digests travel while all is well.
+    Collective, see `differences`.
 
     Args:
         process_group: the ranks to compare.
@@ -73,6 +73,26 @@ def verify_equal_models(
 
     Raises:
         RuntimeError: they differ; the error names the first differences and their ranks.
+    """
+    found = differences(process_group, description)
+    if found:
+        raise RuntimeError(
+            f"rank {process_group.rank()}: the ranks {complaint}, so their gradients cannot be "
+            f"averaged. " + "; ".join(found)
+        )
+
+
+def differences(process_group: ProcessGroup, description: Mapping[str, str]) -> list[str]:
+    """Return how the ranks' descriptions differ, in words; the same on all ranks.
+
+    Collective. Only digests travel while all is well.
+
+    Args:
+        process_group: the ranks to compare.
+        description: what to compare, by the name that the words are to give.
+
+    Returns:
+        The first differences and their ranks; nothing if there are none.
     """
     items = list(description.items())
     digest = hashlib.sha256(pickle.dumps(items)).digest()
@@ -84,12 +104,8 @@ def verify_equal_models(
     process_group.all_gather_single(digests, own, at_once)
     if (digests.view(process_group.size(), -1) == own).all():
         # The same on this rank as on all others, hence the same on all.
-        return
-    everyone = process_group.allgather_objects(items)
-    raise RuntimeError(
-        f"rank {process_group.rank()}: the ranks {complaint}, so their gradients cannot be "
-        f"averaged. " + "; ".join(_differences(everyone)[:_SHOWN])
-    )
+        return []
+    return _differences(process_group.allgather_objects(items))[:_SHOWN]
 
 
 def verify_unchanged(reducer: ReducerState) -> None:

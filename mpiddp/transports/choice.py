@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+import torch.distributed as dist
 
 from mpiddp import settings
 from mpiddp.engine.memory import BucketMemory, GpuMemory
@@ -273,6 +274,17 @@ def sends_messages(channel: Channel) -> bool:
     if isinstance(transport, StagingTransport):
         transport = transport.inner.transport
     return isinstance(transport, MessageTransport | LaneTransport | GpuRingTransport)
+
+
+def default_bucket_bytes(channel: Channel) -> list[int]:
+    """Return the size of the first bucket, and of all others, where none is given.
+
+    Not collective. A first bucket of 1 MiB is followed by torch's 25 MiB where the ranks share
+    memory, by 4 MiB where messages are sent.
+    """
+    between_nodes = sends_messages(channel)
+    cap = BUCKET_BYTES_BETWEEN_NODES if between_nodes else BUCKET_BYTES_INSIDE_NODE
+    return [dist._DEFAULT_FIRST_BUCKET_BYTES, cap]  # type: ignore[attr-defined]  # as torch does
 
 
 def shares_memory(channel: Channel) -> bool:

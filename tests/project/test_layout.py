@@ -241,7 +241,7 @@ def _signs(root: Path, rooms: dict[str, Room]) -> list[str]:
 def _is_public_name(statement: ast.stmt, room: str) -> bool:
     """Whether a statement of a room's sign takes names from the room, or lists them."""
     if isinstance(statement, ast.ImportFrom):
-        return (statement.module or "").startswith(f"mpiddp.{room}.")
+        return f"{statement.module}.".startswith(f"mpiddp.{room}.")
     return (
         isinstance(statement, ast.Assign)
         and isinstance(statement.targets[0], ast.Name)

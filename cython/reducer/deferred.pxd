@@ -1,0 +1,1 @@
+# Nothing of this module is called from another compiled one.

@@ -1,0 +1,264 @@
+"""Average the gradients of some parameters while backward runs, until a step asks for them.
+
+Note [Buckets after the first step]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The first step of an optimizer reduces all gradients at its end: only then it is known in which
+order they come and which are sparse (first_step.py). Then the reducer is made, whose buckets stay
+as they are. It fills in zeros for what a rank has no gradient for. Where no rank has one,
+``.grad`` stays as it was: the optimizer steps as it does in one process. (Horovod makes it zeros,
+with which weight decay and momentum go on.)
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpiddp.ddp.python_hook import PythonHook
+from mpiddp.horovod import environment
+from mpiddp.horovod.compression import Compression
+from mpiddp.horovod.first_step import FirstStep
+from mpiddp.horovod.optimizer_reducer import OptimizerReducer
+from mpiddp.horovod.sparse_as_dense import SparseAsDense
+from mpiddp.process_group.group import ProcessGroup
+from mpiddp.reducer import model_check
+from mpiddp.reducer.assignment import BucketAssignment
+from mpiddp.torch_internals.compiler import skip_compilation
+from mpiddp.transports.choice import default_bucket_bytes, requested_transport
+
+# As Horovod names it: bytes of gradients that are reduced together.
+FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
+
+
+@dataclass
+class AverageSettings:
+    """How gradients are averaged, the same on all ranks.
+
+    Attributes:
+        group: the ranks.
+        average: whether sums are divided by the number of ranks.
+        compression: of `mpiddp.horovod.compression`, or a class with the same two functions.
+        groups: how many buckets to make, or the parameters of each; None leaves it to sizes.
+        sparse_as_dense: whether sparse gradients travel as dense ones.
+        owner: the optimizer's class, for errors.
+    """
+
+    group: ProcessGroup
+    average: bool
+    compression: Any
+    groups: int | Sequence[Sequence[torch.Tensor]] | None
+    sparse_as_dense: bool
+    owner: str
+
+
+@skip_compilation
+class GradientAverage:
+    """The mean, or the sum, over ranks of the gradients of some parameters.
+
+    Collective: all ranks of the group make it for the same parameters, in the same order.
+
+    Args:
+        named: names and parameters; all require a gradient now.
+        settings: see `AverageSettings`.
+        passes: how many backward passes each gradient has before it is reduced.
+
+    Raises:
+        RuntimeError: parameters or settings differ between ranks; the error says where.
+        TypeError: gradients of some dtype cannot be averaged.
+        ValueError: HOROVOD_FUSION_THRESHOLD is not a number of bytes.
+    """
+
+    def __init__(
+        self, named: Sequence[tuple[str, torch.Tensor]], settings: AverageSettings, passes: int
+    ) -> None:
+        self._settings = settings
+        self._passes = passes
+        self.parameters = [parameter for _, parameter in named]
+        self._names = model_check.ParameterNames(
+            self.parameters, {index: name for index, (name, _) in enumerate(named)}
+        )
+        self._threshold = _fusion_threshold()
+        numbers = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        self._groups: int | list[list[int]] | None
+        if settings.groups is None or isinstance(settings.groups, int):
+            self._groups = settings.groups
+        else:
+            self._groups = [
+                [numbers[id(p)] for p in some if id(p) in numbers] for some in settings.groups
+            ]
+        model_check.verify_equal_models(
+            settings.group,
+            {
+                **model_check.describe_tensors({f"parameter {name}": p for name, p in named}),
+                **model_check.describe_settings(
+                    {
+                        "op": "Average" if settings.average else "Sum",
+                        "compression": getattr(settings.compression, "__qualname__", "other"),
+                        "groups": self._groups,
+                        "sparse_as_dense": settings.sparse_as_dense,
+                    }
+                ),
+                FUSION_THRESHOLD: str(self._threshold),
+            },
+            "make different optimizers",
+        )
+        self._first: FirstStep | None = FirstStep(self.parameters, passes)
+        self._dense: SparseAsDense | None = None
+        self.reducer: OptimizerReducer | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a backward pass has run since the last `finish`. Not collective."""
+        watched = self.reducer or self._first
+        return watched is not None and watched.in_flight
+
+    def set_passes(self, passes: int) -> None:
+        """Reduce each gradient in the backward pass of this number from now on. Not collective."""
+        self._passes = passes
+        if self._first is not None:
+            self._first.passes = passes
+        if self.reducer is not None:
+            self.reducer.set_passes(passes)
+
+    def finish(self) -> None:
+        """Wait until ``.grad`` of each parameter is the mean of all ranks. Collective.
+
+        Raises:
+            RuntimeError: see `OptimizerReducer.finish`.
+            OSError: some rank has too little memory for buckets.
+        """
+        if self.reducer is None:
+            self._make_reducer()
+        assert self.reducer is not None
+        self.reducer.finish()
+        if self._dense is not None:
+            self._dense.restore()
+
+    def _make_reducer(self) -> None:
+        assert self._first is not None
+        settings, group = self._settings, self._settings.group
+        order, sparse, dense = self._first.end(group)
+        self._first = None
+        expect_sparse = [
+            sparse[index] and not dense[index] and not settings.sparse_as_dense
+            for index in range(len(self.parameters))
+        ]
+        # Hooks can be added to parameters that require a gradient only.
+        frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        watched = {
+            parameter: sparse[index]
+            for index, parameter in enumerate(self.parameters)
+            if not expect_sparse[index] and (sparse[index] or not dense[index])
+        }
+        self._dense = SparseAsDense(watched) if watched else None
+        channels = group.acquire_channels(requested_transport(None), self.parameters)
+        limits = default_bucket_bytes(next(iter(channels.values())))
+        if self._threshold is not None:
+            limits = [self._threshold]
+        by_size = BucketAssignment(self.parameters, expect_sparse, limits, group)
+
+        def assign(_: list[int] | None) -> list[list[int]]:
+            if self._groups is None:
+                return by_size.in_order(order)
+            return _by_groups(self._groups, order, self.parameters, expect_sparse)
+
+        divisor = group.size() if settings.average else 1
+        compression, python_hook = None, None
+        if settings.compression is Compression.fp16:
+            compression = torch.float16
+        elif settings.compression is not Compression.none:
+            python_hook = PythonHook(_reduce_compressed, (settings.compression, group, divisor))
+        try:
+            self.reducer = OptimizerReducer(
+                self.parameters,
+                group,
+                channels,
+                assign,
+                self._names.describe,
+                lambda missing, static: None,  # any rank may lack any gradient
+                expect_sparse=expect_sparse,
+                passes=self._passes,
+                compression=compression,
+                python_hook=python_hook,
+                divisor=divisor,
+            )
+        except BaseException:
+            group.release_channels(channels)
+            raise
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+        weakref.finalize(self.reducer, group.release_channels, channels).atexit = False
+        group.modules.add(self.reducer, settings.owner)
+
+
+def _fusion_threshold() -> int | None:
+    """Return HOROVOD_FUSION_THRESHOLD in bytes; None if it is not set. Not collective.
+
+    Raises:
+        ValueError: it is not a number.
+    """
+    if not os.environ.get(FUSION_THRESHOLD, "").strip():
+        return None
+    return environment.read().fusion_bytes
+
+
+def _by_groups(
+    groups: int | Sequence[Sequence[int]],
+    order: Sequence[int],
+    parameters: Sequence[torch.Tensor],
+    expect_sparse: Sequence[bool],
+) -> list[list[int]]:
+    """Return the parameter indices of each bucket, in the order in which they fill.
+
+    Args:
+        groups: how many groups of neighbours to make; or the members of each, where any other
+            parameter is a group by itself.
+        order: the indices in the order in which gradients come.
+        parameters: by index. A bucket has one dtype and one device; others make more buckets.
+        expect_sparse: for each parameter; a sparse one has its own bucket.
+    """
+    if isinstance(groups, int):
+        size, more = divmod(len(parameters), groups)
+        ends = [number * size + min(number, more) for number in range(groups + 1)]
+        groups = [range(a, b) for a, b in pairwise(ends)]
+    number_of = {index: number for number, members in enumerate(groups) for index in members}
+    buckets: dict[object, list[int]] = {}
+    for index in order:
+        parameter = parameters[index]
+        number = number_of.get(index)
+        alone = number is None or expect_sparse[index]
+        key = index if alone else (number, parameter.dtype, parameter.device)
+        buckets.setdefault(key, []).append(index)
+    place = {index: position for position, index in enumerate(order)}
+    return sorted(buckets.values(), key=lambda bucket: max(place[index] for index in bucket))
+
+
+def _reduce_compressed(
+    state: tuple[Any, ProcessGroup, float], bucket: Any
+) -> torch.futures.Future[torch.Tensor]:
+    """Reduce each gradient of a bucket as the user's compression says. A communication hook."""
+    compression, group, divisor = state
+    buffer = bucket.buffer()
+    gradients: Iterable[torch.Tensor] = bucket.gradients()
+    if buffer.layout is not torch.strided:
+        buffer = buffer.coalesce()
+        dist.all_reduce(buffer, group=group)
+        buffer = buffer / divisor
+        gradients = []
+    for gradient in gradients:
+        compressed, context = compression.compress(gradient)
+        dist.all_reduce(compressed, group=group)
+        gradient.copy_(compression.decompress(compressed, context).div_(divisor))
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future
