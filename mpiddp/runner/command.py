@@ -17,9 +17,10 @@ from torch.distributed import Backend
 
 from mpiddp.mpi import nodes
 from mpiddp.rendezvous import mpi_world, world
-from mpiddp.runner import output, torchrun
+from mpiddp.runner import elastic, output, spawn, torchrun
 from mpiddp.runner.job_exit import JobExit
 from mpiddp.runner.program import Program
+from mpiddp.runner.started_ranks import StartedRanks
 
 _DESCRIPTION = """\
 Run a script written for torchrun on MPI, as it is: torch.distributed gets its ranks from MPI, and
@@ -65,7 +66,6 @@ def main() -> int:
             parser.print_help()
         return 0
     problem = torchrun.set_environment(communicator, topology)
-    communicator.Free()
     if problem:
         # Without an abort: the others wait at their end until rank 0 has printed.
         if topology.rank == 0:
@@ -74,7 +74,7 @@ def main() -> int:
 
     ending = JobExit(topology.rank, topology.world_size)
     try:
-        _prepare(options, topology)
+        _prepare(options, StartedRanks(communicator, topology, ending.fail))
         ending.watch_sigterm()
         program.run()
     except SystemExit as exited:
@@ -84,10 +84,11 @@ def main() -> int:
     return 0
 
 
-def _prepare(options: argparse.Namespace, topology: nodes.Topology) -> None:
+def _prepare(options: argparse.Namespace, started: StartedRanks) -> None:
+    topology = started.topology
     output.send_by_line()
     _direct_output(options, topology.rank)
-    said = _replace(options, topology)
+    said = _replace(options, started)
     if topology.rank == 0:
         ranks = f"{topology.world_size} rank{'s' * (topology.world_size > 1)}"
         print(f"mpiddp: {ranks}, {said}", file=sys.stderr, flush=True)
@@ -113,6 +114,12 @@ def _make_parser() -> _Parser:
         "--keep-ddp",
         action="store_true",
         help="leave torch's DistributedDataParallel, with torch's reducer",
+    )
+    parser.add_argument(
+        "--keep-spawn",
+        action="store_true",
+        help="let torch.multiprocessing.spawn and torchelastic start processes, instead of finding "
+        "the ranks started",
     )
     parser.add_argument(
         "--tag-output", action="store_true", help='print "[RANK] " before each line'
@@ -163,7 +170,7 @@ def _direct_output(options: argparse.Namespace, rank: int) -> None:
         output.send_to_files(*files)
 
 
-def _replace(options: argparse.Namespace, topology: nodes.Topology) -> str:
+def _replace(options: argparse.Namespace, started: StartedRanks) -> str:
     """Replace the parts of torch that the options name; return in words what was replaced."""
     replaced = []
     if options.backend != torchrun.KEEP:
@@ -174,6 +181,11 @@ def _replace(options: argparse.Namespace, topology: nodes.Topology) -> str:
         torchrun.replace_ddp(derived=all_of_mpiddp)
         on = "" if all_of_mpiddp else " on groups of mpiddp"
         replaced.append(f"torch's DistributedDataParallel{on} by mpiddp's")
-    if torchrun.limit_threads(topology):
+    if options.backend == world.BACKEND:
+        torchrun.replace_sync_batch_norm()
+    if not options.keep_spawn:
+        spawn.replace_spawn(started)
+        elastic.replace_elastic_launch(started)
+    if torchrun.limit_threads(started.topology):
         replaced.append("the unset OMP_NUM_THREADS by 1")
     return f"replaced: {'; '.join(replaced)}" if replaced else "nothing replaced"
