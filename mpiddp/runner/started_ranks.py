@@ -121,15 +121,26 @@ class StartedRanks:
         self._end_job = end_job
         self._process_id = os.getpid()
         self._running = False
+        # The process group that a function left when it failed.
+        self._left_group: dist.ProcessGroup | None = None
 
     def may_launch(self) -> bool:
         """Return whether a call that starts processes now would launch the ranks. Not collective.
 
         It would not in a process that a rank started, within a function that was launched, or when
         the ranks have a process group already.
+
+        Raises:
+            RuntimeError: that process group was left behind by a launched function that failed.
         """
-        here = os.getpid() == self._process_id
-        return here and not self._running and not dist.is_initialized()
+        if self._running or os.getpid() != self._process_id:
+            return False
+        if dist.is_initialized() and self._left_group is dist.group.WORLD:
+            raise RuntimeError(
+                f"rank {self.topology.rank}: the function that the script launched before failed, "
+                f"and left its process group; it cannot launch another one"
+            )
+        return not dist.is_initialized()
 
     def place_among(self, count: int, name: str) -> Place:
         """Return this process's place among `count` processes that the script asks for.
@@ -193,8 +204,11 @@ class StartedRanks:
         failure = self._meet(failure, error)
         values = () if failure else tuple(pickle.loads(one) for one in group.allgather(value))
         node.Free()
-        if failure is None and dist.is_initialized():
-            dist.destroy_process_group()
+        if dist.is_initialized():
+            if failure is None:
+                dist.destroy_process_group()
+            else:
+                self._left_group = dist.group.WORLD  # there may be work in it that never ends
         numbers, process_ids = zip(*ranks, strict=True)
         return Outcome(numbers, process_ids, values, failure)
 
