@@ -17,7 +17,7 @@ from torch.distributed import Backend
 
 from mpiddp.mpi import nodes
 from mpiddp.rendezvous import mpi_world, world
-from mpiddp.runner import elastic, output, spawn, torchrun
+from mpiddp.runner import elastic, output, spawn, stand_ins, torchrun
 from mpiddp.runner.job_exit import JobExit
 from mpiddp.runner.program import Program
 from mpiddp.runner.started_ranks import StartedRanks
@@ -183,6 +183,7 @@ def _replace(options: argparse.Namespace, started: StartedRanks) -> str:
         replaced.append(f"torch's DistributedDataParallel{on} by mpiddp's")
     if options.backend == world.BACKEND:
         torchrun.replace_sync_batch_norm()
+        stand_ins.install(started.topology.rank)
     if not options.keep_spawn:
         spawn.replace_spawn(started)
         elastic.replace_elastic_launch(started)
