@@ -193,6 +193,7 @@ class StartedRanks:
             self._running = False
 
     def _run(self, function: Callable[..., Any], place: Place, arguments: Sequence[Any]) -> Outcome:
+        before = dist.group.WORLD
         late = "mpiddp: rank %d waits for all ranks to start what the script launches"
         _wait(self._communicator.Ibarrier(), say=late % self.topology.rank)
         node = nodes.ranks_of_node(self._communicator)
@@ -204,7 +205,7 @@ class StartedRanks:
         failure = self._meet(failure, error)
         values = () if failure else tuple(pickle.loads(one) for one in group.allgather(value))
         node.Free()
-        if dist.is_initialized():
+        if dist.group.WORLD is not before:
             if failure is None:
                 dist.destroy_process_group()
             else:

@@ -180,7 +180,7 @@ def test_exit_statuses(ranks: StartedRanks, code: Any, status: int) -> None:
 
 
 def test_value_that_cannot_be_sent(ranks: StartedRanks) -> None:
-    failure = start(ranks, lambda: (lambda: None)).failure
+    failure = start(ranks, lambda: lambda: None).failure
     assert failure is not None
     assert "pickle" in failure.text
 
