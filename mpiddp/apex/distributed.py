@@ -140,7 +140,8 @@ class _Scaling:
     widened: bool = False
 
 
-def _add(scaling: _Scaling, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+# Without annotations: register_comm_hook refuses those that are text, as they are in this file.
+def _add(scaling, bucket):  # type: ignore[no-untyped-def]
     """Add a bucket over the ranks, scaled: a communication hook. Collective."""
     gradients: torch.Tensor = bucket.buffer()
     sent = gradients.float() if scaling.widened and gradients.dtype.itemsize < 4 else gradients
