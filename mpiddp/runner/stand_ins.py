@@ -87,8 +87,7 @@ def _attributes_of_package(package: str) -> Any:
 
 
 def _is_only_a_question() -> bool:
-    """Whether `importlib.util.find_spec` asks, and not an import."""
-    frame = sys._getframe(2)
-    while frame is not None and "importlib._bootstrap" in frame.f_globals.get("__name__", ""):
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None and frame.f_globals.get("__name__") == importlib.util.__name__
+    """Whether `importlib.util.find_spec` asks the finder, and not an import."""
+    # This function, the finder, importlib's loop over the finders, and who called that.
+    asking = sys._getframe(3).f_globals.get("__name__")
+    return asking == importlib.util.__name__

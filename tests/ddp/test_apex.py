@@ -48,6 +48,8 @@ def compare(model: nn.Module, expected: list[Tensor], factor: float = 1) -> None
         ({"gradient_predivide_factor": 4.0}, 1),
         ({"gradient_predivide_factor": 4.0, "gradient_average": False}, SIZE / 4),
     ],
+    # Ids must not depend on the number of ranks.
+    ids=["default", "delayed", "small", "sum", "divided", "divided-sum"],
 )
 def test_gradients(arguments: dict[str, Any], factor: float) -> None:
     model = make_model()
