@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -68,6 +69,6 @@ def start(
 
 
 def by_rank(text: str) -> dict[int, dict[str, Any]]:
-    """Return the JSON objects among the lines of `text`."""
-    found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    return {one["rank"]: one for one in found}
+    """Return the JSON objects in `text`, also where two ranks' lines have no end between them."""
+    found = re.findall(r'\{"rank": [^{}]*\}', text)
+    return {one["rank"]: one for one in map(json.loads, found)}
