@@ -33,6 +33,9 @@ def example(rank, world_size):
         losses.append(loss.item())
     total = sum(parameter.double().sum().item() for parameter in model.parameters())
     print(json.dumps({"rank": rank, "losses": losses, "sum": total}), flush=True)
+    # Gloo may abort a process whose peer has ended.
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def main():
