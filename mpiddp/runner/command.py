@@ -17,9 +17,10 @@ from torch.distributed import Backend
 
 from mpiddp.mpi import nodes
 from mpiddp.rendezvous import mpi_world, world
-from mpiddp.runner import data_parallel, output, torchrun
+from mpiddp.runner import data_parallel, elastic, output, spawn, stand_ins, torchrun
 from mpiddp.runner.job_exit import JobExit
 from mpiddp.runner.program import Program
+from mpiddp.runner.started_ranks import StartedRanks
 
 _DESCRIPTION = """\
 Run a script written for torchrun on MPI, as it is: torch.distributed gets its ranks from MPI, and
@@ -66,7 +67,6 @@ def main() -> int:
         return 0
     if not options.data_parallel:  # else the script is alone
         problem = torchrun.set_environment(communicator, topology)
-    communicator.Free()
     if problem:
         # Without an abort: the others wait at their end until rank 0 has printed.
         if topology.rank == 0:
@@ -75,7 +75,7 @@ def main() -> int:
 
     ending = JobExit(topology.rank, topology.world_size)
     try:
-        _prepare(options, topology)
+        _prepare(options, StartedRanks(communicator, topology, ending.fail))
         ending.watch_sigterm()
         if options.data_parallel and topology.rank != 0:
             data_parallel.serve()
@@ -88,10 +88,11 @@ def main() -> int:
     return 0
 
 
-def _prepare(options: argparse.Namespace, topology: nodes.Topology) -> None:
+def _prepare(options: argparse.Namespace, started: StartedRanks) -> None:
+    topology = started.topology
     output.send_by_line()
     _direct_output(options, topology.rank)
-    said = _replace(options, topology)
+    said = _replace(options, started)
     if topology.rank == 0:
         ranks = f"{topology.world_size} rank{'s' * (topology.world_size > 1)}"
         print(f"mpiddp: {ranks}, {said}", file=sys.stderr, flush=True)
@@ -123,6 +124,12 @@ def _make_parser() -> _Parser:
         action="store_true",
         help="run the script on rank 0 only, with DataParallel of mpiddp in place of torch's: it "
         "divides each batch among all ranks",
+    )
+    parser.add_argument(
+        "--keep-spawn",
+        action="store_true",
+        help="let torch.multiprocessing.spawn and torchelastic start processes, instead of finding "
+        "the ranks started",
     )
     parser.add_argument(
         "--tag-output", action="store_true", help='print "[RANK] " before each line'
@@ -173,12 +180,12 @@ def _direct_output(options: argparse.Namespace, rank: int) -> None:
         output.send_to_files(*files)
 
 
-def _replace(options: argparse.Namespace, topology: nodes.Topology) -> str:
+def _replace(options: argparse.Namespace, started: StartedRanks) -> str:
     """Replace the parts of torch that the options name; return in words what was replaced."""
     replaced = []
     if options.data_parallel:
         replaced.append(data_parallel.start())
-        options.backend, options.keep_ddp = torchrun.KEEP, True
+        options.backend, options.keep_ddp, options.keep_spawn = torchrun.KEEP, True, True
     if options.backend != torchrun.KEEP:
         torchrun.replace_backends(options.backend)
         replaced.append(f"torch's backends (nccl, gloo, none) by {options.backend}")
@@ -187,6 +194,12 @@ def _replace(options: argparse.Namespace, topology: nodes.Topology) -> str:
         torchrun.replace_ddp(derived=all_of_mpiddp)
         on = "" if all_of_mpiddp else " on groups of mpiddp"
         replaced.append(f"torch's DistributedDataParallel{on} by mpiddp's")
-    if torchrun.limit_threads(topology):
+    if options.backend == world.BACKEND:
+        torchrun.replace_sync_batch_norm()
+        stand_ins.install(started.topology.rank)
+    if not options.keep_spawn:
+        spawn.replace_spawn(started)
+        elastic.replace_elastic_launch(started)
+    if torchrun.limit_threads(started.topology):
         replaced.append("the unset OMP_NUM_THREADS by 1")
     return f"replaced: {'; '.join(replaced)}" if replaced else "nothing replaced"

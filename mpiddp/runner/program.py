@@ -17,7 +17,8 @@ __all__ = ["Program", "without_own_frames"]
 _HERE = os.path.dirname(__file__)
 _OWN_FILES = (
     __file__,
-    os.path.join(_HERE, "command.py"),
+    *(os.path.join(_HERE, f"{name}.py") for name in ("command", "elastic", "spawn")),
+    os.path.join(_HERE, "started_ranks.py"),
     os.path.join(os.path.dirname(_HERE), "__main__.py"),
 )
 

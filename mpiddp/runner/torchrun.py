@@ -11,11 +11,13 @@ import os
 import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, urlparse
 
 import torch
 import torch.distributed as dist
 
 from mpiddp.data_parallel.wrapper import DataParallel
+from mpiddp.ddp.sync_batch_norm import SyncBatchNorm
 from mpiddp.ddp.wrapper import DistributedDataParallel
 from mpiddp.mpi.nodes import Topology
 from mpiddp.rendezvous.world import BACKEND
@@ -30,6 +32,7 @@ __all__ = [
     "replace_backends",
     "replace_data_parallel",
     "replace_ddp",
+    "replace_sync_batch_norm",
     "set_environment",
 ]
 
@@ -110,6 +113,7 @@ def replace_backends(backend: str) -> None:
             if named is None or _of_torch(named):
                 given["backend"] = backend
                 if backend == BACKEND:
+                    _leave_meeting_to_mpi(given)
                     given.pop("pg_options", None)  # NCCL's
                     if not torch.accelerator.is_available():
                         given.pop("device_id", None)
@@ -157,33 +161,60 @@ def replace_ddp(derived: bool) -> None:
             chosen = DistributedDataParallel
         return object.__new__(chosen)
 
-    def derive(cls: type, **kwargs: Any) -> None:
-        super(torchs, cls).__init_subclass__(**kwargs)  # type: ignore[misc]
-        cls.__bases__ = tuple(
-            DistributedDataParallel if base is torchs else base for base in cls.__bases__
-        )
-
     torchs.__new__ = choose  # type: ignore[method-assign, assignment]
     if derived:
-        torchs.__init_subclass__ = classmethod(derive)  # type: ignore[assignment, arg-type]
+        _derive_from(torchs, DistributedDataParallel)
+
+
+def replace_sync_batch_norm() -> None:
+    """Let torch's SyncBatchNorm, which refuses the CPU, construct ours. Not collective.
+
+    Its `convert_sync_batchnorm` then makes ours too.
+    """
+    _replace_class(torch.nn.SyncBatchNorm, SyncBatchNorm)
 
 
 def replace_data_parallel() -> None:
-    """Let torch's DataParallel construct ours, as `replace_ddp` does. Not collective.
+    """Let torch's DataParallel construct ours. Not collective."""
+    _replace_class(torch.nn.DataParallel, DataParallel)
 
-    Classes that derive from torch's from now on derive from ours instead.
+
+def _replace_class(torchs: Any, ours: type) -> None:
+    """Let `torchs` construct `ours`, its subclass, and classes that derive from it do so from ours.
+
+    As in `replace_ddp`, the class stays.
     """
-    torchs = torch.nn.DataParallel
 
     def choose(cls: type, *args: Any, **kwargs: Any) -> object:
-        return object.__new__(DataParallel if cls is torchs else cls)
+        return object.__new__(ours if cls is torchs else cls)
+
+    torchs.__new__ = choose
+    _derive_from(torchs, ours)
+
+
+def _derive_from(torchs: Any, ours: type) -> None:
+    """Let classes that derive from `torchs` from now on derive from `ours`, its subclass."""
 
     def derive(cls: type, **kwargs: Any) -> None:
-        super(torchs, cls).__init_subclass__(**kwargs)  # type: ignore[misc]
-        cls.__bases__ = tuple(DataParallel if base is torchs else base for base in cls.__bases__)
+        super(torchs, cls).__init_subclass__(**kwargs)
+        cls.__bases__ = tuple(ours if base is torchs else base for base in cls.__bases__)
 
-    torchs.__new__ = choose  # type: ignore[method-assign, assignment]
-    torchs.__init_subclass__ = classmethod(derive)  # type: ignore[assignment, arg-type]
+    torchs.__init_subclass__ = classmethod(derive)  # type: ignore[arg-type]
+
+
+def _leave_meeting_to_mpi(given: dict[str, Any]) -> None:
+    """Replace an address or a file at which the ranks would meet by what it says of the ranks.
+
+    MPI knows them, and each rank may have found another free port. What it says is compared with
+    MPI as if it were given by itself.
+    """
+    url = urlparse(str(given.get("init_method") or ""))
+    if url.scheme not in ("tcp", "file") or given.get("store") is not None:
+        return
+    del given["init_method"]
+    for name, value in parse_qsl(url.query):
+        if name in ("rank", "world_size") and value.isdigit():
+            given.setdefault(name, int(value))
 
 
 def _on_mpiddp(signature: inspect.Signature, args: Any, kwargs: Any) -> bool:

@@ -12,12 +12,11 @@ import sys
 import textwrap
 import time
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import mpirun
 import pytest
+from script_runs import by_rank, free_port, launch, start
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -25,54 +24,6 @@ SCRIPTS = Path(__file__).parents[1] / "support" / "scripts"
 
 # Seconds from the failure to the end of the job, on a machine that is busy.
 AT_ONCE = 15
-
-# What a launcher may have left in the environment of the tests.
-LAUNCHED = (
-    "OMPI_", "PMI_", "PMI2_", "PMIX_", "MV2_", "SLURM_", "MPIDDP_", "MASTER_", "RANK", "WORLD_SIZE",
-    "LOCAL_RANK",
-)  # fmt: skip
-
-
-def clean_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
-
-
-def launch(
-    *args: str | os.PathLike[str],
-    ranks: int = 2,
-    env: Mapping[str, str | None] | None = None,
-) -> subprocess.CompletedProcess[str]:
-    """Run `python -m mpiddp ARGS` with mpirun."""
-    done = mpirun.run(
-        ranks, ["-m", "mpiddp", *args], timeout=80, env={"GLOO_SOCKET_IFNAME": "lo", **(env or {})}
-    )
-    print(done.stdout, done.stderr)  # pytest shows it when the test fails
-    return done
-
-
-def start(
-    *args: str | os.PathLike[str], folder: Path | None = None, env: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run `python ARGS` without mpirun."""
-    done = subprocess.run(
-        [sys.executable, *args],
-        cwd=folder,
-        env={**clean_environment(), "OMP_NUM_THREADS": "1", **(env or {})},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=80,
-        check=False,
-    )
-    print(done.stdout, done.stderr)
-    return done
-
-
-def by_rank(text: str) -> dict[int, dict[str, Any]]:
-    """Return the JSON objects among the lines of `text`."""
-    found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    return {one["rank"]: one for one in found}
-
 
 REPLACED = (
     "mpiddp: 2 ranks, replaced: torch's backends (nccl, gloo, none) by mpiddp; "
@@ -83,10 +34,7 @@ REPLACED = (
 @pytest.fixture(scope="module")
 def torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """What scripts/trainer.py says under torchrun with Gloo."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = ["--nproc-per-node", "2", "--master-port", str(port)]
+    options = ["--nproc-per-node", "2", "--master-port", str(free_port())]
     snapshot = tmp_path_factory.mktemp("torchrun") / "snapshot.pt"
     done = start(
         "-m", "torch.distributed.run", *options, SCRIPTS / "trainer.py", "3",

@@ -1,0 +1,74 @@
+"""Run a script as it was written to be run, and by `python -m mpiddp`; read what its ranks say."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mpirun
+
+__all__ = ["SCRIPTS", "by_rank", "clean_environment", "free_port", "launch", "start"]
+
+# Scripts that know nothing of MPI, and print the losses of each rank as a line of JSON.
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+# What a launcher may have left in the environment of the tests.
+_LAUNCHED = (
+    "OMPI_", "PMI_", "PMI2_", "PMIX_", "MV2_", "SLURM_", "MPIDDP_", "MASTER_", "RANK", "WORLD_SIZE",
+    "LOCAL_RANK",
+)  # fmt: skip
+
+
+def clean_environment() -> dict[str, str]:
+    """Return the environment without what launchers leave in it."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHED)}
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def launch(
+    *args: str | os.PathLike[str],
+    ranks: int = 2,
+    env: Mapping[str, str | None] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m mpiddp ARGS` with mpirun."""
+    done = mpirun.run(
+        ranks, ["-m", "mpiddp", *args], timeout=80, env={"GLOO_SOCKET_IFNAME": "lo", **(env or {})}
+    )
+    print(done.stdout, done.stderr)  # pytest shows it when the test fails
+    return done
+
+
+def start(
+    *args: str | os.PathLike[str], folder: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `python ARGS` without mpirun."""
+    done = subprocess.run(
+        [sys.executable, *args],
+        cwd=folder,
+        env={**clean_environment(), "OMP_NUM_THREADS": "1", **(env or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=80,
+        check=False,
+    )
+    print(done.stdout, done.stderr)
+    return done
+
+
+def by_rank(text: str) -> dict[int, dict[str, Any]]:
+    """Return the JSON objects in `text`, also where two ranks' lines have no end between them."""
+    found = re.findall(r'\{"rank": [^{}]*\}', text)
+    return {one["rank"]: one for one in map(json.loads, found)}
