@@ -34,7 +34,7 @@ from mpiddp.reducer.backward_kinds import accumulates, accumulating_node
 from mpiddp.torch_internals.patching import replace_function
 
 if TYPE_CHECKING:
-    from mpiddp.ddp.torch_reducer import TorchReducer
+    from mpiddp.reducer.state import ReducerState
 
 if rpc.is_available():
     import torch.distributed.autograd  # before its functions are replaced
@@ -48,6 +48,7 @@ Gradients = dict[torch.Tensor, torch.Tensor]
 # The contexts for which this rank runs `backward` now, in all its threads.
 _running: list[int] = []
 _is_watched = False
+_served: weakref.WeakKeyDictionary[ReducerState, ContextGradients] = weakref.WeakKeyDictionary()
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -57,16 +58,17 @@ def may_be_used() -> bool:
     return rpc.is_available() and _is_current_rpc_agent_set()
 
 
-def watch(reducer: TorchReducer, outputs: Iterable[torch.Tensor]) -> None:
+def watch(reducer: ReducerState, outputs: Iterable[torch.Tensor]) -> None:
     """Serve the distributed backward passes that begin at or after `outputs`. Not collective.
 
     Args:
         reducer: of the wrapped module.
         outputs: of the module.
     """
-    if reducer.context_gradients is None:
-        reducer.context_gradients = ContextGradients(reducer)
-    reducer.context_gradients.watch(outputs)
+    served = _served.get(reducer)
+    if served is None:
+        served = _served[reducer] = ContextGradients(reducer)
+    served.watch(outputs)
 
 
 def _watch_calls() -> None:
@@ -111,10 +113,10 @@ class ContextGradients:
     Not collective, but for what the reducer does.
 
     Args:
-        reducer: of the module, which keeps this object.
+        reducer: of the module; it is not kept alive.
     """
 
-    def __init__(self, reducer: TorchReducer) -> None:
+    def __init__(self, reducer: ReducerState) -> None:
         _watch_calls()
         self._reducer = weakref.proxy(reducer)
         # A node that nobody holds is made anew, without hooks.

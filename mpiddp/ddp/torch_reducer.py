@@ -19,7 +19,6 @@ from mpiddp.torch_internals.compiler import skip_compilation
 from mpiddp.torch_internals.profiling import BucketEvents, is_profiling, searching_unused_parameters
 
 if TYPE_CHECKING:
-    from mpiddp.ddp.distributed_autograd import ContextGradients
     from mpiddp.ddp.grad_bucket import GradBucket
     from mpiddp.ddp.logger import Logger
     from mpiddp.ddp.mixed_precision import NarrowParameters
@@ -52,8 +51,6 @@ class TorchReducer(Reducer):
     number: int
     module_name: str
     narrow_parameters: NarrowParameters  # only in mixed precision on the CPU
-    # Only where torch's RPC is set up.
-    context_gradients: ContextGradients | None = None
     _unused_before: Sequence[int] | None = None
     _unused_changed = False
 

@@ -216,8 +216,12 @@ class Remote:
 
 
 def _make_layer() -> nn.Linear:
-    torch.manual_seed(5)
-    return nn.Linear(3, 3).double()
+    """Return a layer without random numbers: other threads of the worker draw some."""
+    layer = nn.Linear(3, 3).double()
+    with torch.no_grad():
+        layer.weight.copy_(torch.linspace(-1, 1, 9).view(3, 3))
+        layer.bias.fill_(0.5)
+    return layer
 
 
 def _call_layer(rref: rpc.RRef, batch: torch.Tensor) -> torch.Tensor:
@@ -273,7 +277,6 @@ def test_between_layers_of_another_worker(views, agents):
     from torch.distributed.optim import DistributedOptimizer  # it warns
 
     first, last = Remote(f"rank{(RANK + 1) % SIZE}"), Remote(f"rank{(RANK + 1) % SIZE}")
-    torch.manual_seed(0)
     model = DDP(mlp(3, 4, 3), gradient_as_bucket_view=views)
     plain = nn.ModuleList([_make_layer(), copy.deepcopy(model.module), _make_layer()])
     steps = torch.optim.SGD(plain.parameters(), lr=0.1)
