@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["RandomState", "current", "draw_from", "entered", "keep_random_state"]
+__all__ = ["current", "draw_from", "entered", "keep_random_state", "random_states"]
 
 _DEVICES = ("cpu", "cuda")
 
@@ -54,37 +54,40 @@ def entered(state: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-class RandomState:
-    """Chooses the seeds of the other ranks by rank 0's generator, which draws nothing for it.
+def random_states() -> dict[str, bytes]:
+    """Return what stands for the states of this process's generators. Not collective.
 
-    The same state of rank 0's generator gives the same numbers on all ranks: after the same
-    `torch.manual_seed`, or where a checkpoint computes again. If rank 0 has drawn nothing since the
-    last forward pass, the others go on with the numbers that they have.
+    The other ranks' numbers follow from rank 0's generators, each from its like: after the same
+    `torch.manual_seed` they come again, also where a checkpoint computes again. Rank 0 draws
+    nothing for it.
     """
-
-    def __init__(self) -> None:
-        self._before = self._after = b""
-
-    def seed(self) -> bytes | None:
-        """Return what the seeds come from; None: the others go on. Not collective."""
-        state = _digest()
-        unchanged = state == self._before == self._after
-        self._before = state
-        return None if unchanged else state
-
-    def passed(self) -> None:
-        """Note that rank 0 has computed its part. Not collective."""
-        self._after = _digest()
-
-
-def draw_from(seed: bytes, rank: int) -> None:
-    """Seed the generators of torch, Python and numpy for one rank. Not collective."""
-    digest = hashlib.blake2b(seed + rank.to_bytes(4, "little"), digest_size=8).digest()
-    number = int.from_bytes(digest, "little") >> 1
-    torch.manual_seed(number)
-    random.seed(number)
+    states = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        # Its hash: the state is a tuple of 625 integers.
+        "random": hash(random.getstate()[1]).to_bytes(8, "little", signed=True),
+    }
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(number % 2**32)
+        _, keys, position, *_ = sys.modules["numpy"].random.get_state()
+        states["numpy"] = keys.tobytes() + position.to_bytes(4, "little")
+    return {kind: hashlib.blake2b(state, digest_size=16).digest() for kind, state in states.items()}
+
+
+def draw_from(states: dict[str, bytes], rank: int) -> None:
+    """Seed the generators of torch, Python and numpy for one rank. Not collective.
+
+    Args:
+        states: what `random_states` has returned on rank 0.
+        rank: of this process.
+    """
+    for kind, state in states.items():
+        digest = hashlib.blake2b(state + rank.to_bytes(4, "little"), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little") >> 1
+        if kind == "torch":
+            torch.manual_seed(seed)
+        elif kind == "random":
+            random.seed(seed)
+        elif "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 @contextlib.contextmanager
@@ -103,8 +106,3 @@ def keep_random_state() -> Iterator[None]:
             sys.modules["numpy"].random.set_state(numpy)
         torch.set_default_dtype(dtype)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-
-
-def _digest() -> bytes:
-    state = torch.get_rng_state().numpy().tobytes()
-    return hashlib.blake2b(state, digest_size=16).digest()

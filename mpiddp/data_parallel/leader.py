@@ -27,7 +27,6 @@ class Leader:
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._random = context.RandomState()
         self._number = 0
         # Calls whose graph is gone on rank 0, by the rank that still has it.
         self._released: dict[int, deque[int]] = {rank: deque() for rank in range(1, hub.size)}
@@ -71,7 +70,7 @@ class Leader:
                 self._collect_abandoned()
                 self._bring_up_to_date(number, module, known)
                 fields = {"module": number, "context": context.current()}
-                fields["seed"] = self._random.seed()
+                fields["random"] = context.random_states()
                 parameters = [
                     tensor
                     for tensor in (*module.parameters(), *module.buffers())
@@ -87,7 +86,6 @@ class Leader:
                 outputs = [module(*first, **kwargs[0])]
             finally:
                 self._hub.computing = False
-            self._random.passed()
             replies = [call.finish() for call in calls]
         except BaseException:
             for call in calls[len(replies) :]:

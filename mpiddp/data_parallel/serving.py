@@ -158,8 +158,7 @@ class _Server:
         fields = message.fields
         replica = self._replica(fields["module"])
         replica.refresh()
-        if fields["seed"] is not None:
-            context.draw_from(fields["seed"], self._hub.rank)
+        context.draw_from(fields["random"], self._hub.rank)
         leaves = [tensor for tensor in replica.tensors if tensor.requires_grad]
         with context.entered(fields["context"]):
             for index in fields["differentiable"]:
