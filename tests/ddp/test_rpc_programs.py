@@ -1,50 +1,31 @@
 """Programs of torch's RPC under `python -m mpiddp`: a training script, and torch's own tests."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import mpirun
 import pytest
 import torch.distributed.rpc as rpc
+from script_runs import SCRIPTS, by_rank
 
 pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(not rpc.is_available(), reason="torch was built without RPC"),
 ]
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
-# Of torch's DistributedOptimizer.
-QUIET = ["-W", "ignore"]
-
-
-def rows(text: str) -> list[dict[str, Any]]:
-    """Return what the ranks have printed as JSON, by rank."""
-    found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    return sorted(found, key=lambda row: row["rank"])
-
-
 def test_same_losses_as_under_torchrun() -> None:
-    script = str(SCRIPTS / "rpc_embedding.py")
-    torchrun = [sys.executable, *QUIET, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    on_gloo = subprocess.run(
-        [*torchrun, script], env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
-    on_mpi = mpirun.run(2, [*QUIET, "-m", "mpiddp", script], timeout=60)
-    print(on_mpi.stdout, on_mpi.stderr)  # pytest shows it when the test fails
+    script = SCRIPTS / "rpc_embedding.py"
+    on_gloo = mpirun.run_torchrun(2, [script], timeout=60)
+    on_mpi = mpirun.run(2, ["-m", "mpiddp", script], timeout=60)
+    print(on_gloo.stderr, on_mpi.stdout, on_mpi.stderr)  # pytest shows it when the test fails
     assert on_mpi.returncode == 0
-    assert len(rows(on_mpi.stdout)) == 2
-    assert rows(on_mpi.stdout) == rows(on_gloo.stdout)
+    assert len(by_rank(on_mpi.stdout)) == 2
+    assert by_rank(on_mpi.stdout) == by_rank(on_gloo.stdout)
 
 
 @pytest.mark.parametrize(
     ("ranks", "name"),
     [
-        pytest.param(4, "test_ddp_dist_autograd_local_vs_remote"),
+        pytest.param(4, "test_ddp_dist_autograd_local_vs_remote", marks=pytest.mark.once),
         pytest.param(4, "test_ddp_comparison", marks=pytest.mark.slow),
         pytest.param(4, "test_ddp_comparison_uneven_inputs", marks=pytest.mark.slow),
         pytest.param(4, "test_ddp_dist_autograd_sparse_grads", marks=pytest.mark.slow),

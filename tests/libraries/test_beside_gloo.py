@@ -5,7 +5,6 @@ torchrun and once more by `mpirun python -m mpiddp`. `make test-all` installs th
 """
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 import mpirun
 import pytest
+from script_runs import objects_in
 
 SCRIPTS = Path(__file__).parents[1] / "support" / "scripts" / "libraries"
 
@@ -65,8 +65,8 @@ def read(done: "subprocess.CompletedProcess[str]") -> dict[tuple[str, int], dict
     """Return what a run printed, by case and rank."""
     print(done.stdout, done.stderr)  # pytest shows it when the test fails
     assert done.returncode == 0
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
-    return {(one.pop("case"), one.pop("rank")): one for one in lines}
+    found = [one for one in objects_in(done.stdout) if "case" in one]
+    return {(one.pop("case"), one.pop("rank")): one for one in found}
 
 
 def same(value: Any) -> Any:

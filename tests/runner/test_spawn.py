@@ -33,7 +33,11 @@ def command(script: str, ranks: int) -> list[Any]:
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "script",
-    ["spawn_note.py", "spawn_imagenet.py", pytest.param("elastic.py", marks=pytest.mark.slow)],
+    [
+        "spawn_note.py",
+        pytest.param("spawn_imagenet.py", marks=pytest.mark.once),
+        pytest.param("elastic.py", marks=pytest.mark.slow),
+    ],
 )
 def test_same_losses(script: str, ranks: int) -> None:
     alone = start(*command(script, ranks), env={"GLOO_SOCKET_IFNAME": "lo"})
@@ -51,6 +55,7 @@ def test_same_losses(script: str, ranks: int) -> None:
         assert mine["sum"] == pytest.approx(expected[rank]["sum"], rel=1e-4)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_else_scripts_expect(ranks: int) -> None:
     """See the script: arguments, several launches, join, errors, calls that launch no ranks."""

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 
 import mpirun
 
-__all__ = ["SCRIPTS", "by_rank", "clean_environment", "free_port", "launch", "start"]
+__all__ = ["SCRIPTS", "by_rank", "clean_environment", "free_port", "launch", "objects_in", "start"]
 
 # Scripts that know nothing of MPI, and print the losses of each rank as a line of JSON.
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -68,7 +67,22 @@ def start(
     return done
 
 
-def by_rank(text: str) -> dict[int, dict[str, Any]]:
+def objects_in(text: str) -> list[dict[str, Any]]:
     """Return the JSON objects in `text`, also where two ranks' lines have no end between them."""
-    found = re.findall(r'\{"rank": [^{}]*\}', text)
-    return {one["rank"]: one for one in map(json.loads, found)}
+    decoder = json.JSONDecoder()
+    found = []
+    place = text.find('{"')
+    while place >= 0:
+        try:
+            one, end = decoder.raw_decode(text, place)
+        except ValueError:
+            end = place + 1
+        else:
+            found.append(one)
+        place = text.find('{"', end)
+    return found
+
+
+def by_rank(text: str) -> dict[int, dict[str, Any]]:
+    """Return what each rank has printed as a JSON object."""
+    return {one["rank"]: one for one in objects_in(text)}
