@@ -84,7 +84,8 @@ def _completed(
 ) -> dict[str, Any]:
     """Return the arguments, completed from MPI. Collective over `communicator`."""
     arguments = dict(given)
-    in_url = _in_url(given)
+    # What a URL says agrees with MPI; torch refuses to be told twice.
+    in_url = () if _asks_environment(given) else _in_url(given)
     if "rank" not in in_url:
         arguments["rank"] = topology.rank
     if "world_size" not in in_url:

@@ -95,6 +95,7 @@ def test_each_way_to_ask(tmp_path: Path) -> None:
     for call in [
         dict(backend="MPIDDP", timeout=timedelta(seconds=40)),
         dict(backend="cpu:mpiddp", init_method="env://"),
+        dict(backend="mpiddp", init_method=f"env://?rank={rank}&world_size=2"),
         dict(backend="mpiddp", rank=rank),
         dict(backend="mpiddp", rank=rank, world_size=2, init_method="env://"),
         dict(backend="mpiddp", init_method=f"file://{__file__}.found"),
