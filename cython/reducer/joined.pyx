@@ -10,7 +10,8 @@ which needs this rank too. Until `finish`, the engine makes progress while this 
 the process group.
 """
 
-from mpiddp.reducer.bucket cimport INCOMPLETE, JOINED, MISSED, Bucket, overlaps
+from mpiddp.engine.progress cimport job_is_done
+from mpiddp.reducer.bucket cimport COUNT, INCOMPLETE, JOINED, MISSED, Bucket, overlaps
 from mpiddp.reducer.state cimport ReducerState
 from mpiddp.reducer import sparse
 
@@ -116,3 +117,35 @@ def finish(ReducerState reducer not None):
     reducer._after_reduction()
     for index in range(len(used)):
         reducer.states[index].used = used[index]
+
+
+def is_done(ReducerState reducer not None):
+    """Return whether `finish` would not wait. Makes progress. Not collective."""
+    cdef Bucket bucket
+    for bucket in reducer.buckets:
+        if bucket.sparse or bucket.skipped or job_is_done(&bucket.job):
+            continue
+        if bucket.channel.state.failure:
+            return True             # `finish` raises it
+        bucket.channel.engine.step()
+        return False
+    return True
+
+
+def all_joined(ReducerState reducer not None):
+    """Return whether every rank gave zeros in the reduction that `finish` has ended.
+
+    Not collective. Ranks that have not joined count their forward passes in a flag of a bucket, so
+    `reducer.passes` must not be None.
+
+    Raises:
+        RuntimeError: all gradients are sparse: there is no such bucket.
+    """
+    cdef Bucket bucket
+    if reducer.counting < 0:
+        raise RuntimeError(
+            f"rank {reducer.process_group.rank()}: a rank cannot join while others reduce sparse "
+            f"gradients only"
+        )
+    bucket = <Bucket>reducer.buckets[reducer.counting]
+    return not (bucket.flag(COUNT) or bucket.flag(COUNT + 1))

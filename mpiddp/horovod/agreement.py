@@ -240,14 +240,15 @@ class Agreement:
                 self._apply(message.recv())
                 moved = True
             return moved
-        for request in outgoing:
-            coordinator.submit(self._rank, request)
         if self._size > 1:
             status = MPI.Status()
             while (message := self._communicator.improbe(status=status)) is not None:
                 for request in message.recv():
                     coordinator.submit(status.Get_source(), request)
                 moved = True
+        # After the others', which may have waited here: the last to join is the last here, too.
+        for request in outgoing:
+            coordinator.submit(self._rank, request)
         decisions = coordinator.decide() if moved else []
         now = time.monotonic()
         if now > self._next_look:

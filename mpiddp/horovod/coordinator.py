@@ -48,6 +48,7 @@ class Request(NamedTuple):
         root: of a broadcast, as a world rank; -1 elsewhere.
         splits: rows for each rank, in an alltoall.
         detail: anything else that must be equal.
+        steps: of a join: how many steps of optimizers this rank has taken part in.
     """
 
     key: str
@@ -60,6 +61,7 @@ class Request(NamedTuple):
     root: int = -1
     splits: tuple[int, ...] = ()
     detail: str = ""
+    steps: int = 0
 
 
 class Decision(NamedTuple):
@@ -122,12 +124,15 @@ class Coordinator:
         self._waiting: dict[str, _Waiting] = {}
         self._changed: dict[str, None] = {}
         self._joined: list[int] = []
+        # Of each: how many steps it has taken part in, and its place in the order of arrival.
+        self._steps: list[tuple[int, int]] = []
         self._left: list[int] = []
         self._told_left = 0
 
     def submit(self, rank: int, request: Request) -> None:
         """Hear what a rank of the set has submitted."""
         if request.kind == "join":
+            self._steps.append((request.steps, len(self._joined)))
             self._joined.append(rank)
             self._changed = dict.fromkeys(self._waiting)
         elif request.kind == "leave":
@@ -157,12 +162,14 @@ class Coordinator:
                 ready.append(requests)
         found += self._fused(ready)
         if len(joined) == size:
-            found.append(Decision(JOINED, rank=self._joined[-1]))
-            self._joined = []
+            # Messages may overtake steps, so these come first.
+            _, last = max(self._steps)
+            found.append(Decision(JOINED, rank=self._joined[last]))
+            self._joined, self._steps = [], []
         if len(self._left) > self._told_left:
             self._told_left = len(self._left)
             self._waiting = {}
-            self._joined = []
+            self._joined, self._steps = [], []
             text = f"Horovod has been shut down on {self._named(self._left)}"
             found.append(Decision(LEFT, text=text))
             if len(self._left) == size:

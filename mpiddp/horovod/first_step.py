@@ -35,6 +35,8 @@ class FirstStep:
         self.in_flight = False
         self._counts = [0] * len(parameters)
         self._arrived: dict[int, None] = {}
+        self._works: list[dist.Work | None] = []
+        self._agreed = self._kinds = torch.empty(0, dtype=torch.int64)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(parameters)
@@ -51,25 +53,37 @@ class FirstStep:
 
         return count
 
-    def end(self, group: ProcessGroup) -> tuple[list[int], list[bool], list[bool]]:
-        """Stop watching; return what all ranks know now. Collective.
+    def begin_end(self, group: ProcessGroup) -> None:
+        """Stop watching, and begin to tell all ranks what was seen. Collective, as `end`."""
+        for handle in self._handles:
+            handle.remove()
+        count = len(self.parameters)
+        order = list(self._arrived)
+        order += [index for index in reversed(range(count)) if index not in self._arrived]
+        self._agreed = torch.tensor(order, dtype=torch.int64)
+        self._kinds = torch.zeros(2, count, dtype=torch.int64)
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self._kinds[int(parameter.grad.layout is torch.strided), index] = 1
+        self._works = [
+            dist.broadcast(self._agreed, group=group, group_src=0, async_op=True),
+            dist.all_reduce(self._kinds, group=group, async_op=True),
+        ]
+
+    def is_agreed(self) -> bool:
+        """Return whether `end` would not wait. Not collective."""
+        return all(work is None or work.is_completed() for work in self._works)
+
+    def end(self) -> tuple[list[int], list[bool], list[bool]]:
+        """Return what all ranks know now. Collective: the second half of `begin_end`.
 
         Returns:
             The parameter indices in the order in which gradients came on rank 0, those without any
             at the end; for each parameter whether some rank has a sparse gradient; and whether
             some rank has a dense one.
         """
-        for handle in self._handles:
-            handle.remove()
-        count = len(self.parameters)
-        order = list(self._arrived)
-        order += [index for index in reversed(range(count)) if index not in self._arrived]
-        agreed = torch.tensor(order, dtype=torch.int64)
-        dist.broadcast(agreed, group=group, group_src=0)
-        kinds = torch.zeros(2, count, dtype=torch.int64)
-        for index, parameter in enumerate(self.parameters):
-            if parameter.grad is not None:
-                kinds[int(parameter.grad.layout is torch.strided), index] = 1
-        dist.all_reduce(kinds, group=group)
-        sparse, dense = (kinds > 0).tolist()
-        return agreed.tolist(), sparse, dense
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        sparse, dense = (self._kinds > 0).tolist()
+        return self._agreed.tolist(), sparse, dense

@@ -28,13 +28,22 @@ from mpiddp.horovod.first_step import FirstStep
 from mpiddp.horovod.optimizer_reducer import OptimizerReducer
 from mpiddp.horovod.sparse_as_dense import SparseAsDense
 from mpiddp.process_group.group import ProcessGroup
-from mpiddp.reducer import model_check
+from mpiddp.reducer import joined, model_check
 from mpiddp.reducer.assignment import BucketAssignment
 from mpiddp.torch_internals.compiler import skip_compilation
 from mpiddp.transports.choice import default_bucket_bytes, requested_transport
 
 # As Horovod names it: bytes of gradients that are reduced together.
 FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
+
+# All averages of this process, in the order in which they were made: the same on all ranks.
+_alive: list[weakref.ref[GradientAverage]] = []
+
+
+def averages_over(group: ProcessGroup | None) -> list[GradientAverage]:
+    """Return the averages over the ranks of a process group. Not collective."""
+    found = [reference() for reference in _alive]
+    return [average for average in found if average is not None and average.is_over(group)]
 
 
 @dataclass
@@ -110,6 +119,7 @@ class GradientAverage:
             "make different optimizers",
         )
         self._first: FirstStep | None = FirstStep(self.parameters, passes)
+        _alive.append(weakref.ref(self, _alive.remove))
         self._dense: SparseAsDense | None = None
         self.reducer: OptimizerReducer | None = None
 
@@ -134,17 +144,67 @@ class GradientAverage:
             RuntimeError: see `OptimizerReducer.finish`.
             OSError: some rank has too little memory for buckets.
         """
-        if self.reducer is None:
+        if self._first is not None:
+            self._first.begin_end(self._settings.group)
             self._make_reducer()
         assert self.reducer is not None
         self.reducer.finish()
         if self._dense is not None:
             self._dense.restore()
 
+    def is_over(self, group: ProcessGroup | None) -> bool:
+        """Return whether these are means over the ranks of `group`. Not collective."""
+        return self._settings.group is group
+
+    @property
+    def steps(self) -> int:
+        """In how many steps this rank has taken part. Not collective."""
+        return 0 if self.reducer is None else self.reducer.reductions
+
+    def begin_shadow(self) -> None:
+        """Begin to stand in for a step of the other ranks, with zeros. Collective with that step.
+
+        Raises:
+            RuntimeError: a backward pass has run since the last step.
+        """
+        if self.in_flight:
+            raise RuntimeError(
+                f"rank {self._settings.group.rank()}: hvd.join() was called between backward and "
+                f"step() of a DistributedOptimizer: step first"
+            )
+        if self._first is not None:
+            self._first.begin_end(self._settings.group)
+        else:
+            self._submit_zeros()
+
+    def _submit_zeros(self) -> None:
+        assert self.reducer is not None
+        joined.begin(self.reducer, self.reducer.divisor)
+
+    def shadow(self) -> bool | None:
+        """Move that step along. Not collective by itself.
+
+        Returns:
+            None while it is not over; then whether all ranks stood in for others, so that it was
+            no step at all.
+        """
+        if self._first is not None:
+            if not self._first.is_agreed():
+                return None
+            self._make_reducer()
+            self._submit_zeros()
+        assert self.reducer is not None
+        if not joined.is_done(self.reducer):
+            return None
+        joined.finish(self.reducer)
+        nobody = joined.all_joined(self.reducer)
+        self.reducer.resume()
+        return nobody
+
     def _make_reducer(self) -> None:
         assert self._first is not None
         settings, group = self._settings, self._settings.group
-        order, sparse, dense = self._first.end(group)
+        order, sparse, dense = self._first.end()
         self._first = None
         expect_sparse = [
             sparse[index] and not dense[index] and not settings.sparse_as_dense
@@ -166,10 +226,12 @@ class GradientAverage:
             limits = [self._threshold]
         by_size = BucketAssignment(self.parameters, expect_sparse, limits, group)
 
+        groups, parameters = self._groups, self.parameters  # not self: no circle of references
+
         def assign(_: list[int] | None) -> list[list[int]]:
-            if self._groups is None:
+            if groups is None:
                 return by_size.in_order(order)
-            return _by_groups(self._groups, order, self.parameters, expect_sparse)
+            return _by_groups(groups, order, parameters, expect_sparse)
 
         divisor = group.size() if settings.average else 1
         compression, python_hook = None, None

@@ -94,6 +94,10 @@ class OptimizerReducer(TorchReducer):
         deferred.set_passes(self, passes)
         self._expect()
 
+    def resume(self) -> None:
+        """Expect gradients of this rank again, after it has stood in for others. Not collective."""
+        self._expect()
+
     def _expect(self) -> None:
         self._taken.clear()
         self.in_flight = False

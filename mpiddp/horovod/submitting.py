@@ -179,11 +179,11 @@ def all_to_all(
     return handles.submit(agreement, Submission(request, [tensor], result=result))
 
 
-def without_tensors(kind: str, process_set: ProcessSet, what: Any = None) -> int:
+def without_tensors(kind: str, process_set: ProcessSet, what: Any = None, steps: int = 0) -> int:
     """Submit a barrier or a join, and return its handle. Not collective."""
     agreement = agreement_of(process_set, kind)
     key = kind if kind == "join" else f"{kind}.{agreement.unnamed(kind)}"
-    return handles.submit(agreement, Submission(Request(key, kind), result=what))
+    return handles.submit(agreement, Submission(Request(key, kind, steps=steps), result=what))
 
 
 def _request(
