@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from script_runs import by_rank, free_port, launch, start
+from script_runs import by_rank, free_port, launch, start, start_on_gloo
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -34,15 +34,15 @@ REPLACED = (
 @pytest.fixture(scope="module")
 def torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """What scripts/trainer.py says under torchrun with Gloo."""
-    options = ["--nproc-per-node", "2", "--master-port", str(free_port())]
     snapshot = tmp_path_factory.mktemp("torchrun") / "snapshot.pt"
-    done = start(
-        "-m", "torch.distributed.run", *options, SCRIPTS / "trainer.py", "3",
-        # Unbuffered, a line and its end are written apart, and the ranks' lines mix.
-        "--snapshot", snapshot, env={"GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": ""},
-    )  # fmt: skip
-    assert done.returncode == 0
-    return by_rank(done.stdout)
+
+    def command() -> list[str]:
+        options = ["--nproc-per-node", "2", "--master-port", str(free_port())]
+        script = [str(SCRIPTS / "trainer.py"), "3", "--snapshot", str(snapshot)]
+        return ["-m", "torch.distributed.run", *options, *script]
+
+    # Unbuffered, a line and its end are written apart, and the ranks' lines mix.
+    return start_on_gloo(command, 2, env={"PYTHONUNBUFFERED": ""})
 
 
 @pytest.mark.once

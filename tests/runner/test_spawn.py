@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import pytest
-from script_runs import SCRIPTS, by_rank, free_port, launch, start
+from script_runs import SCRIPTS, by_rank, free_port, launch, start, start_on_gloo
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -40,10 +40,7 @@ def command(script: str, ranks: int) -> list[Any]:
     ],
 )
 def test_same_losses(script: str, ranks: int) -> None:
-    alone = start(*command(script, ranks), env={"GLOO_SOCKET_IFNAME": "lo"})
-    assert alone.returncode == 0
-    expected = by_rank(alone.stdout)
-    assert sorted(expected) == list(range(ranks))
+    expected = start_on_gloo(lambda: command(script, ranks), ranks)
 
     done = launch(*command(script, ranks), ranks=ranks)
     assert done.returncode == 0
@@ -115,9 +112,4 @@ def test_other_numbers_end_the_job(script: str) -> None:
 @pytest.mark.once
 def test_kept() -> None:
     """With --keep-spawn the ranks are the processes that the script starts."""
-    done = start(
-        "-m", "mpiddp", "--keep-spawn", *command("spawn_note.py", 2),
-        env={"GLOO_SOCKET_IFNAME": "lo"},
-    )  # fmt: skip
-    assert done.returncode == 0
-    assert sorted(by_rank(done.stdout)) == [0, 1]
+    start_on_gloo(lambda: ["-m", "mpiddp", "--keep-spawn", *command("spawn_note.py", 2)], 2)

@@ -5,13 +5,16 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mpirun
 
-__all__ = ["SCRIPTS", "by_rank", "clean_environment", "free_port", "launch", "objects_in", "start"]
+__all__ = [
+    "SCRIPTS", "by_rank", "clean_environment", "free_port", "launch", "objects_in", "start",
+    "start_on_gloo",
+]  # fmt: skip
 
 # Scripts that know nothing of MPI, and print the losses of each rank as a line of JSON.
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -65,6 +68,28 @@ def start(
     )
     print(done.stdout, done.stderr)
     return done
+
+
+def start_on_gloo(
+    command: Callable[[], Sequence[str | os.PathLike[str]]],
+    ranks: int,
+    env: Mapping[str, str] | None = None,
+) -> dict[int, dict[str, Any]]:
+    """Return what each rank says of a script that starts `ranks` ranks of torch's own, on Gloo.
+
+    The exit status says nothing here: a thread of Gloo that frees a tensor of Python's while the
+    interpreter ends aborts the process ("terminate called without an active exception", as in
+    https://github.com/pytorch/pytorch/issues/190489), on a slow machine several times in a row.
+    Where that ended a rank before it spoke, the script runs again. `command` is called each time,
+    since it names a free port.
+    """
+    for _ in range(3):
+        done = start(*command(), env={"GLOO_SOCKET_IFNAME": "lo", **(env or {})})
+        said = by_rank(done.stdout)
+        if sorted(said) == list(range(ranks)):
+            return said
+        assert "without an active exception" in done.stderr
+    raise AssertionError("Gloo aborted the ranks three times before they had spoken")
 
 
 def objects_in(text: str) -> list[dict[str, Any]]:
