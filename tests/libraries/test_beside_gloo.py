@@ -39,16 +39,21 @@ def compare(script: str, folder: Path, *cases: str, ranks: int = 2, timeout: flo
     # What DeepSpeed compiles serves all tests of this run: another environment's would be replaced.
     env = ENVIRONMENT | {"TORCH_EXTENSIONS_DIR": str(folder.parent / "torch_extensions")}
     said = {}
-    for backend in ("gloo", "mpiddp"):
+    for backend in ("mpiddp", "gloo"):
         (folder / backend).mkdir()
         command: list[str | os.PathLike[str]] = [SCRIPTS / script, folder / backend, *cases]
-        if backend == "gloo":
-            # It may abort once all is said: see start_on_gloo in support/script_runs.py.
-            done = mpirun.run_torchrun(ranks, command, timeout, env)
-        else:
+        if backend == "mpiddp":
             done = mpirun.run(ranks, ["-m", "mpiddp", *command], timeout, env)
-            assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        said[backend] = read(done)
+            said[backend] = read(done)
+            assert done.returncode == 0
+            continue
+        # As start_on_gloo in support/script_runs.py says, the exit status says nothing here.
+        for _ in range(3):
+            done = mpirun.run_torchrun(ranks, command, timeout, env)
+            said[backend] = read(done)
+            if done.returncode == 0 or len(said[backend]) == len(said["mpiddp"]):
+                break
+            assert "without an active exception" in done.stderr
     assert sorted(said["mpiddp"]) == sorted(said["gloo"])
     assert {rank for _, rank in said["gloo"]} == set(range(ranks))
     assert {case for case, _ in said["gloo"]} >= set(cases)
