@@ -7,6 +7,7 @@ MPIDDP_.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -14,6 +15,7 @@ from typing import Any, Generic, TypeVar
 __all__ = [
     "DEBUG",
     "DEVICE_TRANSPORT",
+    "DUMP_SIGNAL",
     "KERNELS",
     "PROGRESS_THREAD",
     "SETTINGS",
@@ -95,6 +97,20 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _signal(text: str) -> int:
+    """Return the number of a signal, 0 for none."""
+    name = text.upper().removeprefix("SIG")
+    if name == "NONE":
+        return 0
+    if name.startswith("RTMIN+"):
+        number = signal.SIGRTMIN + int(name.removeprefix("RTMIN+"))
+    else:
+        number = int(name) if name.isdecimal() else getattr(signal, f"SIG{name}", 0)
+    if number not in signal.valid_signals() or number in (signal.SIGKILL, signal.SIGSTOP):
+        raise ValueError
+    return number
+
+
 TRANSPORT = Setting(
     "MPIDDP_TRANSPORT",
     "auto, shared, exchange or mpi",
@@ -159,6 +175,16 @@ DEBUG = Setting(
     _flag,
     False,
 )
+DUMP_SIGNAL: Setting[int] = Setting(
+    "MPIDDP_DUMP_SIGNAL",
+    "a signal such as USR2, RTMIN+6 or 40, or none",
+    "RTMIN+6",
+    "The signal at which a rank writes what it did last to a file, even while it waits for other "
+    "ranks. A signal that the program handles itself is left alone.",
+    False,
+    _signal,
+    signal.SIGRTMIN + 6,
+)
 TRIAL_SECONDS = Setting(
     "MPIDDP_TRIAL_SECONDS",
     "a positive number",
@@ -177,5 +203,6 @@ SETTINGS: tuple[Setting[Any], ...] = (
     PROGRESS_THREAD,
     KERNELS,
     DEBUG,
+    DUMP_SIGNAL,
     TRIAL_SECONDS,
 )

@@ -6,6 +6,7 @@ Only tests marked `mpi` initialise MPI here; the others must not, they may start
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,12 @@ if (support := str(Path(__file__).parent / "support")) not in sys.path:
 # How long a collective waits in a test: less than the time limit of a test, so that a rank
 # that waits in vain says so itself.
 TIMEOUT = timedelta(seconds=30)
+
+
+# Time-outs on purpose write what the ranks did: not into the user's folders.
+os.environ.setdefault(
+    "TORCH_FR_DUMP_TEMP_FILE", f"{tempfile.gettempdir()}/mpiddp-tests-flight-recorder/rank_"
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,6 +7,7 @@ from mpi4py.libmpi cimport MPI_SUCCESS
 
 from mpiddp.engine.interface cimport (
     CHUNK_FINISHED, CHUNK_WAITS, ChannelState, ChunkProgress, EngineState, Job, Transport, fail,
+    note_end,
 )
 from mpiddp.system.kernels cimport element_bytes
 from mpiddp.system.posix cimport now, pthread_mutex_lock, pthread_mutex_unlock, store
@@ -25,6 +26,7 @@ cdef void finish_chunk(EngineState *state, ChannelState *channel, size_t slot) n
         channel.pending -= 1
         state.pending -= 1
         pthread_mutex_unlock(&state.channels_lock)
+        note_end(job, channel.last_progress)
         # Last: from here on the bucket may reuse or free the job.
         store(&job.done, 1)
 

@@ -13,6 +13,7 @@ from posix.time cimport CLOCK_MONOTONIC
 from mpi4py.libmpi cimport MPI_COMM_NULL, MPI_Comm
 
 from mpiddp.engine.forks cimport is_child
+from mpiddp.engine.interface cimport note_end
 from mpiddp.engine.progress cimport (
     SIGNAL_CHECK, drive, engine_thread, enqueue, hears, step_channels, wake_thread,
 )
@@ -226,6 +227,7 @@ cdef class Channel:
         if self.state.transport == NULL or not self.state.transport.quiet:
             state.submitted += 1
         if self.state.transport == NULL or job.count == 0:
+            note_end(job, now())
             store(&job.done, 1)
         else:
             enqueue(state, &self.state, job)

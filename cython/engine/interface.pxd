@@ -6,6 +6,12 @@ from mpiddp.system.posix cimport (
 )
 
 
+cdef struct JobRecord:
+    # What the flight recorder keeps of a job.
+    long long id
+    double ended            # seconds on the monotonic clock; 0: not yet
+
+
 cdef struct Job:
     # The all-reduce of one bucket. Owned by the bucket, lent to the engine from
     # submit until `done`.
@@ -18,6 +24,8 @@ cdef struct Job:
     void *context           # what the transport keeps with the bucket's memory
     void *stream            # the device's stream that fills `data`; NULL is the default one
     int done                # read and written with load/store of posix.pxd
+    JobRecord *record       # where its end is noted, NULL for nowhere, ...
+    long long record_id     # ... unless that is another job's record by then
     Job *next
 
 
@@ -109,6 +117,11 @@ cdef struct EngineState:
     int on_thread                   # whether the current step runs on the engine thread
     size_t heard                    # steps that moved something after news from a socket, lately
     size_t missed                   # and after a sleep that no socket ended
+
+
+cdef inline void note_end(Job *job, double time) noexcept nogil:
+    if job.record != NULL and job.record.id == job.record_id:
+        job.record.ended = time
 
 
 cdef inline void fail(EngineState *state, ChannelState *channel, int code) noexcept nogil:

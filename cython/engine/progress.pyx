@@ -28,6 +28,7 @@ from mpi4py.libmpi cimport MPI_SUCCESS
 from mpiddp.engine.chunks cimport move_chunks
 from mpiddp.engine.interface cimport (
     ADVANCE_BLOCKED, ADVANCE_DONE, ADVANCE_FAILED, ADVANCE_PENDING, Advance, Transport, fail,
+    note_end,
 )
 from mpiddp.system.posix cimport (
     ask_for_slices, load, name_thread, now, processor_time, pthread_cond_signal,
@@ -154,6 +155,7 @@ cdef int advance_jobs(EngineState *state, ChannelState *channel, int helping) no
             if not transport.quiet:
                 state.chunks += 1
                 state.thread_chunks += state.on_thread
+            note_end(job, channel.last_progress)
             store(&job.done, 1)
             if transport.finished != NULL:
                 transport.finished(transport)

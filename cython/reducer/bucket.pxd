@@ -40,6 +40,7 @@ cdef class Bucket:
     cdef ElementType element            # of the gradients
     cdef char *flags                # the tail, see Note [Flags behind the gradients]
     cdef Py_ssize_t flag_count
+    cdef Py_ssize_t gradient_elements
     cdef char *first_view           # where the gradients are, and
     cdef char *last_view_end        # where they end
 

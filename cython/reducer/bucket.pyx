@@ -211,6 +211,7 @@ cdef class Bucket:
         self.element = _ELEMENTS[self.dtype][0]
         element, multiple = _ELEMENTS[travels_as]
         total = sum([parameter.numel() for parameter in parameters])
+        self.gradient_elements = total
         self.memory = memory
         self.buffer = memory.buffer.view(travels_as)
         self.flags_only = flags_only

@@ -55,6 +55,7 @@ cdef _submit_zeros(ReducerState reducer, Bucket bucket):
     bucket.fill_with_zeros()
     bucket.set_flag(INCOMPLETE, True)
     bucket.set_flag(JOINED, True)
+    reducer.record(bucket)
     bucket.channel.submit(&bucket.job)
 
 

@@ -304,6 +304,7 @@ cdef class Reducer(ReducerState):
                         bucket.set_count(self.passes.settle())
                     if self.profile is not None:
                         self.profile.begin(bucket.index)
+                    self.record(bucket)
                     bucket.channel.submit(&bucket.job)
                 if self.next_bucket == 0:
                     self.communication_began = now()

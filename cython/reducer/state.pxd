@@ -74,6 +74,9 @@ cdef class ReducerState:
     cdef readonly double communication_ended
     cdef readonly Py_ssize_t iterations     # forward passes whose gradients were to be reduced
 
+    cdef public int record_source           # of its buckets in the flight recorder
+
+    cdef void record(self, Bucket bucket) noexcept
     cdef _reset_counting(self)
     cdef int contribute_old(self, Py_ssize_t index, object parameter, object gradient) except -1
     cdef int copy_in(self, Py_ssize_t index, object parameter, object gradient) except -1

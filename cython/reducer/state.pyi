@@ -27,6 +27,7 @@ class ReducerState:
     out_of_step: bool
     waiting_for: int
     iterations: int
+    record_source: int
     unused: list[int]
     compression: torch.dtype | None
     python_hook: Any

@@ -10,6 +10,7 @@ from libc.string cimport memset
 import torch
 
 from mpiddp.engine.engine cimport WAIT_TIMED_OUT
+from mpiddp.flight_recorder.ring cimport begin_bucket
 from mpiddp.reducer.bucket cimport INCOMPLETE, JOINED, MISSED, Bucket
 from mpiddp.reducer.bucket_views cimport copy_to_view, find_view, is_in_place, write_gradient
 from mpiddp.reducer.gpu_bucket cimport GpuBucket
@@ -19,6 +20,10 @@ from mpiddp.reducer.bucket_progress import explain_missing
 from mpiddp.reducer.errors import raise_no_view, raise_other_kind, raise_timed_out
 
 _strided = torch.strided
+
+
+cdef enum:
+    MOST_BUCKETS = 1 << 24      # as BUCKETS in flight_recorder/sources.py
 
 
 cdef class ReducerState:
@@ -67,6 +72,7 @@ cdef class ReducerState:
         self.skip_unused = skip_unused
         self.compare_gradients = find_unused_parameters
         self.waiting_for = -1
+        self.record_source = -1
         self.never_used = []
         self.unused_everywhere = set()
         self.arrival_order = []
@@ -102,6 +108,12 @@ cdef class ReducerState:
             state.position = position
             if not bucket.sparse:
                 find_view(&state.view, bucket, position)
+
+    cdef void record(self, Bucket bucket) noexcept:
+        """Note in the flight recorder that a bucket is about to be handed to the engine."""
+        begin_bucket(
+            self.record_source, <long long>self.reductions * MOST_BUCKETS + bucket.index,
+            bucket.gradient_elements, bucket.job.element, &bucket.job)
 
     cdef _reset_counting(self):
         cdef Py_ssize_t index

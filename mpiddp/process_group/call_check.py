@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mpi4py import MPI
 
-from mpiddp.process_group.call_text import describe_call, describe_dtype, ranks_in_words
+from mpiddp.flight_recorder.call_text import describe_call, describe_dtype, ranks_in_words
 
 if TYPE_CHECKING:
     from mpiddp.process_group.interface import RunningGroup

@@ -38,6 +38,7 @@ from mpiddp.collectives.operation import Operation
 from mpiddp.engine import forks
 from mpiddp.engine.engine import Channel
 from mpiddp.engine.requests import Requests
+from mpiddp.flight_recorder import ring
 from mpiddp.mpi.abort import abort_job
 from mpiddp.process_group.backend_properties import BackendProperties
 from mpiddp.process_group.call_check import by_rank, by_rows, for_one
@@ -197,7 +198,7 @@ class ProcessGroup(BackendProperties):
         """Do several `reduce_scatter_single`. Collective."""
         op = opts.reduceOp if opts is not None else dist.ReduceOp(dist.ReduceOp.SUM)
         function = reductions.reduce_scatter_single
-        return self._start("reduce_scatter", function, (outputs, inputs, op), opts, inputs, op)
+        return self._start("reduce_scatter", function, (outputs, inputs, op), opts, outputs, op)
 
     # Older names, which torch's C++ looks up; their parameters have other names.
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
@@ -402,10 +403,11 @@ class ProcessGroup(BackendProperties):
             RuntimeError: a rank did not come within `timeout`, by default the group's.
         """
         forks.check("monitored_barrier")
-        self._enter("monitored_barrier")
+        record = self._enter("monitored_barrier")
         if self._monitored_barrier is None:
             self._monitored_barrier = MonitoredBarrier(self)
         self._monitored_barrier(self.timeout if timeout is None else timeout, wait_all_ranks)
+        ring.ended(record)
 
     # Messages. Not collective, except that the other rank must take part.
 
@@ -457,10 +459,12 @@ class ProcessGroup(BackendProperties):
         Collective.
         """
         forks.check("a forward that copies rank 0's buffers to all ranks")
-        self._enter("broadcast of parameters or buffers", tensors)
+        record = self._enter("broadcast of parameters or buffers", tensors)
         if self._state_broadcast is None:
             self._state_broadcast = StateBroadcast(self, self.communicator)
-        return self._state_broadcast(tensors)
+        possible = self._state_broadcast(tensors)
+        ring.ended(record)
+        return possible
 
     def acquire_channels(
         self, transport: str, parameters: Sequence[torch.Tensor]

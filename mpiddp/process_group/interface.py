@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpiddp.engine.engine import Engine
-    from mpiddp.process_group.call_text import Call
+    from mpiddp.flight_recorder.call_text import Call
     from mpiddp.process_group.wrapped_modules import WrappedModules
 
 

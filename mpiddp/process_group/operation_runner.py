@@ -21,9 +21,10 @@ from mpiddp.collectives.operation import Operation
 from mpiddp.engine import forks
 from mpiddp.engine.engine import Engine
 from mpiddp.engine.requests import Pending, Requests
+from mpiddp.flight_recorder import files, ring, sources
+from mpiddp.flight_recorder.call_text import Call, call_of, ranks_in_words
 from mpiddp.mpi import uncaught
 from mpiddp.process_group import call_check, gpu_tensors
-from mpiddp.process_group.call_text import Call, call_of, ranks_in_words
 from mpiddp.process_group.futures import FutureCompleter
 from mpiddp.process_group.gpu_tensors import GpuWork
 from mpiddp.process_group.roll_call import RollCall
@@ -69,9 +70,10 @@ class OperationRunner(dist.ProcessGroup):
         self.entered = 0
         self.last: Call | None = None
         self.roll_call: RollCall | None = None
-        self.modules = WrappedModules()
-        # The world rank of each of the group's ranks.
-        self.world_ranks: tuple[int, ...] = tuple(range(self.size()))
+        # What the flight recorder calls this group, its modules and its messages.
+        self._source = sources.add(sources.Source("", range(self.size())))
+        self._messages = sources.Messages(self._source, self._rank)
+        self.modules = WrappedModules(self._source)
         self._requests = requests
         # MPI wants one thread at a time to start operations on a communicator.
         self._starting = threading.Lock()
@@ -99,12 +101,25 @@ class OperationRunner(dist.ProcessGroup):
         """The name that torch.distributed gave to this group."""
         return self._name
 
+    @property
+    def world_ranks(self) -> Sequence[int]:
+        """The world rank of each of the group's ranks."""
+        return self._source.ranks
+
+    @world_ranks.setter
+    def world_ranks(self, ranks: Sequence[int]) -> None:
+        self._source.ranks = ranks
+
     def describe_ranks(self, members: Iterable[int]) -> str:
         """Return words such as "ranks 0 to 3 and 7" for ranks in the group. Not collective."""
         return ranks_in_words(self.world_ranks, members)
 
     def _set_group_name(self, name: str) -> None:
-        self._name = name
+        self._name = self._source.name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        super()._set_group_desc(description)
+        self._source.description = description
 
     def shutdown(self) -> None:
         """Free the group's communicator.
@@ -173,17 +188,20 @@ class OperationRunner(dist.ProcessGroup):
 
         Not collective. `number`: which of this group's collectives; None: the last, 0: a message.
         """
-        missing = (
-            self.explain_missing(number)
-            if number != 0
-            else "Has the other rank called its part, and is it still alive?"
-        )
-        return RuntimeError(
+        if number != 0:
+            missing = self.explain_missing(number)
+        else:
+            missing = "Has the other rank called its part, and is it still alive?"
+            if self.roll_call is not None:
+                self.roll_call.alert(self)
+        words = (
             f"rank {self.rank()} of {self.size()}: {name} on process group "
             f"{self.group_name or 'world'!r} has waited {seconds:g} s for other ranks, and its "
             f"timeout is over. "
             f"{missing}"
         )
+        # The others have written theirs when they were asked what they do.
+        return RuntimeError(f"{words} {files.dump_for(words)}".rstrip())
 
     def explain_missing(self, number: int | None = None) -> str:
         """Return which ranks keep a collective waiting; it may take seconds. Not collective."""
@@ -193,12 +211,11 @@ class OperationRunner(dist.ProcessGroup):
 
     # Internal.
 
-    def _enter(
-        self, name: str, tensors: Sequence[torch.Tensor] = (), detail: object = None
-    ) -> None:
-        """Count a collective."""
+    def _enter(self, name: str, tensors: Sequence[torch.Tensor] = (), detail: object = None) -> int:
+        """Count a collective, and return its record."""
         self.entered += 1
         self.last = call_of(name, detail, tensors)
+        return ring.begin(self._source.number, self.entered, self.last)
 
     def _start(
         self,
@@ -242,28 +259,36 @@ class OperationRunner(dist.ProcessGroup):
         else:
             operation = function(self, *arguments)
         with self._starting:
-            if not message:
-                self._enter(name, tensors, detail)
+            if message:
+                # The second argument of both functions is the other rank.
+                source, count = self._messages.next(name == "send", arguments[1])
+                record = ring.begin(source, count, call_of(name, None, tensors))
+            else:
+                record = self._enter(name, tensors, detail)
                 number = self.entered
                 if self._checked:
                     call_check.check(self, name, detail, tensors, compared, elements)
             try:
                 pending = next(operation)
+                ring.started(record)
             except (TypeError, ValueError, RuntimeError):
+                ring.failed(record)
                 raise  # before MPI was called, or by it
             except BaseException as error:
+                ring.failed(record)
                 # From a signal handler. MPI may have begun a call whose memory no Pending keeps
                 # yet, but these frames do.
                 self.abandon(error.__traceback__, arguments)
                 raise
         waited = pending if isinstance(pending, list) else [pending]
         if at_once:
-            return self._finish(name, operation, waited, opts, number)
+            return self._finish(name, operation, waited, opts, number, record)
         if copies is None:
             work = Work(self, name, operation, waited, self._limit(opts), number)
         else:
             limit = self._limit(opts)
             work = GpuWork([copies], self, name, operation, waited, limit, number)
+        work.record = record
         if event is not None:
             work.event = event
         # A small message has gone at once, and the engine need not hear of it.
@@ -285,6 +310,7 @@ class OperationRunner(dist.ProcessGroup):
         waited: list[Pending],
         opts: Any,
         number: int,
+        record: int,
     ) -> CompletedWork:
         until = 0.0
         try:
@@ -295,10 +321,12 @@ class OperationRunner(dist.ProcessGroup):
                 if not pending.wait(max(until - time.monotonic(), 0.0)):
                     raise self.timed_out(name, self._limit(opts), number)
         except BaseException:
+            ring.failed(record)
             self.abandon(operation, waited)
             raise
         for _ in operation:
             raise AssertionError(f"{name} has a second step")
+        ring.ended(record)
         return COMPLETED
 
     def _sweep(self) -> None:

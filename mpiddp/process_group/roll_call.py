@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 from mpi4py import MPI
 
 from mpiddp import settings
-from mpiddp.process_group.call_text import describe, ranks_in_words
+from mpiddp.flight_recorder import files
+from mpiddp.flight_recorder.call_text import describe, ranks_in_words
 
 if TYPE_CHECKING:
     from mpiddp.process_group.interface import RunningGroup
@@ -176,6 +177,14 @@ class RollCall:
             )
         return _sentence(told) or "All ranks have filled it: the connection is slow or has failed"
 
+    def alert(self, group: RunningGroup) -> None:
+        """Let the other ranks of `group` write what they did last. Not collective.
+
+        Takes up to some seconds.
+        """
+        if self._thread is not None:
+            self._ask(group)
+
     # Asking.
 
     def _ask(self, group: RunningGroup, module: int = 0) -> dict[int, _Answer]:
@@ -213,8 +222,13 @@ class RollCall:
     def _answer_questions(self) -> None:
         while not self._ending.wait(_PERIOD) and not MPI.Is_finalized():
             try:
+                asked = False
                 while self._answer_one():
-                    pass
+                    asked = True
+                # Whoever asks has waited in vain: what this rank does now may tell why. The answer
+                # comes first, since files may be slow.
+                if asked:
+                    files.dump_for("another rank has waited in vain")
                 with self._leaving_lock:
                     self._leaving = [sent for sent in self._leaving if not sent[0].Test()]
             except MPI.Exception:

@@ -33,6 +33,7 @@ import torch
 from torch._C._distributed_c10d import Work as TorchWork
 
 from mpiddp.engine import forks
+from mpiddp.flight_recorder import ring
 
 if TYPE_CHECKING:
     from mpiddp.collectives.operation import Operation
@@ -58,9 +59,11 @@ class Work(TorchWork):
 
     Attributes:
         event: its event in the profiler, if that runs.
+        record: its record in the flight recorder, -1 for none.
     """
 
     event: Event | None = None
+    record = -1
 
     def __init__(
         self,
@@ -237,6 +240,7 @@ class Work(TorchWork):
                 self.event.end()
             self._result = stop.value
             self._operation = None
+            ring.ended(self.record)
         except Exception as error:
             self._fail(error)
         except BaseException:
@@ -253,6 +257,7 @@ class Work(TorchWork):
             self._group.abandon(self._operation, self.pending)
         if self.event is not None:
             self.event.end()
+        ring.failed(self.record)
         self._error = error
         self._operation = None
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import weakref
 from typing import Protocol
 
+from mpiddp.flight_recorder.sources import Source, add_module
+
 __all__ = ["WrappedModule", "WrappedModules"]
 
 
@@ -16,6 +18,7 @@ class WrappedModule(Protocol):
 
     number: int
     module_name: str
+    record_source: int  # of its buckets in the flight recorder
 
     def buckets_filled(self) -> int:
         """Return a number that grows with each bucket filled, see bucket_progress.py."""
@@ -28,9 +31,14 @@ class WrappedModule(Protocol):
 
 
 class WrappedModules:
-    """The wrapped modules of one process group. Not collective."""
+    """The wrapped modules of one process group. Not collective.
 
-    def __init__(self) -> None:
+    Args:
+        group: the process group's source in the flight recorder.
+    """
+
+    def __init__(self, group: Source) -> None:
+        self._group = group
         self._made = 0
         self._by_number: weakref.WeakValueDictionary[int, WrappedModule] = (
             weakref.WeakValueDictionary()
@@ -41,6 +49,7 @@ class WrappedModules:
         self._made += 1
         self._by_number[self._made] = module
         module.number, module.module_name = self._made, name
+        module.record_source = add_module(self._group, self._made, name).number
 
     def get(self, number: int) -> WrappedModule | None:
         """Return a module by its number; None if it is gone."""

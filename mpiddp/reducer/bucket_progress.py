@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mpiddp.flight_recorder.sources import BUCKETS
+
 if TYPE_CHECKING:
     from mpiddp.reducer.bucket import Bucket
     from mpiddp.reducer.interface import DescribedReducer
 
 __all__ = ["describe_progress", "describe_wait", "explain_missing", "filled"]
 
-# A module's buckets filled so far, as one number: reductions above, buckets of the next one below.
-_MOST_BUCKETS = 1 << 24
-
 
 def filled(reducer: DescribedReducer) -> int:
     """Return a number that grows with each bucket that is filled. Not collective."""
     launched = len(reducer.buckets) if reducer.shadowing else reducer.next_bucket
-    return reducer.reductions * _MOST_BUCKETS + launched
+    return reducer.reductions * BUCKETS + launched
 
 
 def explain_missing(reducer: DescribedReducer, bucket: Bucket) -> str:
@@ -33,7 +32,7 @@ def explain_missing(reducer: DescribedReducer, bucket: Bucket) -> str:
     group = reducer.process_group
     if group.roll_call is None:
         return ""
-    wanted = reducer.reductions * _MOST_BUCKETS + bucket.index + 1
+    wanted = reducer.reductions * BUCKETS + bucket.index + 1
     told: str = group.roll_call.explain_bucket(group, reducer.number, wanted)
     return f"{told}."
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
+from mpiddp.flight_recorder import files
+
 if TYPE_CHECKING:
     from mpiddp.process_group.group import ProcessGroup
     from mpiddp.reducer.bucket import Bucket
@@ -253,12 +255,13 @@ def raise_timed_out(reducer: DescribedReducer, bucket: Bucket, missing: str) -> 
         RuntimeError: always.
     """
     group = reducer.process_group
+    written = files.dump_for(f"{reducer.describe_bucket(bucket)} has waited in vain. {missing}")
     raise RuntimeError(
         f"rank {group.rank()}: the all-reduce of {reducer.describe_bucket(bucket)} has waited "
         f"{group.timeout.total_seconds():g} s for other ranks. {missing} Likely causes: a rank "
         f"skipped this backward pass or left the training loop early (uneven numbers of batches: "
         f"train inside of `with model.join():`), a rank has failed or hangs elsewhere, or one rank "
-        f"is far slower (then raise the timeout of init_process_group)."
+        f"is far slower (then raise the timeout of init_process_group). {written}".rstrip()
     )
 
 

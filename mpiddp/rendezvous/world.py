@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from mpiddp.engine import forks
+from mpiddp.flight_recorder import files
+from mpiddp.flight_recorder.trigger import Trigger
 from mpiddp.mpi import uncaught
 from mpiddp.mpi.nodes import Topology, find_topology
 from mpiddp.process_group.futures import FutureCompleter
@@ -51,6 +53,7 @@ class _World:
     requests: Requests
     completion: FutureCompleter
     roll_call: RollCall
+    trigger: Trigger
     topology: Topology
     environment: dict[str, str]
     process_id: int
@@ -158,6 +161,7 @@ def _make_world(own: MPI.Intracomm) -> None:
     environment = {
         name: value for name, value in topology.as_environment().items() if name not in os.environ
     }
+    files.begin(own.bcast(files.job_name()), topology.rank)
     engine = Engine(threaded=threaded, cores=cores.beside_openmp(torch.get_num_threads()))
     requests = Requests(engine, crowded=topology.crowded)
     _world = _World(
@@ -165,6 +169,7 @@ def _make_world(own: MPI.Intracomm) -> None:
         requests,
         FutureCompleter(requests),
         RollCall(own, threaded),
+        Trigger(),
         topology,
         environment,
         os.getpid(),
@@ -306,6 +311,7 @@ def _leave_world() -> None:
     world.completion.stop()
     world.requests.engine.stop()
     world.roll_call.free()
+    world.trigger.stop()
     if world.store is not None:
         world.store.close()
     world.communicator.Free()
@@ -327,6 +333,7 @@ def _stop_at_exit() -> None:
     _world.completion.stop()
     _world.requests.engine.stop()
     _world.roll_call.stop()
+    _world.trigger.stop()
     for reference in _world.groups:
         group = reference()
         if group is not None:

@@ -12,6 +12,7 @@ pytestmark = [
     pytest.mark.skipif(not rpc.is_available(), reason="torch was built without RPC"),
 ]
 
+
 def test_same_losses_as_under_torchrun() -> None:
     script = SCRIPTS / "rpc_embedding.py"
     on_gloo = mpirun.run_torchrun(2, [script], timeout=60)

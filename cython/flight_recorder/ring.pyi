@@ -1,0 +1,31 @@
+from collections.abc import Sequence
+
+import torch
+
+# The record's id, its source, its number there; the call, None for a bucket; the elements of a
+# bucket and their dtype; when it began, started and ended, in seconds on the monotonic clock, 0 for
+# not yet, and -1 for an end in failure; the thread; the frames: name, file, line.
+Record = tuple[
+    int,
+    int,
+    int,
+    tuple[str, object, torch.dtype | None, Sequence[int], int] | None,
+    int,
+    torch.dtype | None,
+    float,
+    float,
+    float,
+    int,
+    list[tuple[str, str, int]],
+]
+
+def allocate(size: int) -> None: ...
+def begin(
+    source: int, number: int, call: tuple[str, object, torch.dtype | None, Sequence[int], int]
+) -> int: ...
+def started(record: int) -> None: ...
+def ended(record: int) -> None: ...
+def failed(record: int) -> None: ...
+def snapshot() -> list[Record]: ...
+def under_way() -> int: ...
+def seconds_per_bucket(count: int) -> float: ...

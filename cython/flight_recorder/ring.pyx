@@ -1,0 +1,270 @@
+"""The last operations and buckets of this process, in memory that is taken once.
+
+Note [Records]
+~~~~~~~~~~~~~~
+Whoever begins a record holds the GIL, so no lock is needed. The end of a bucket is noted by whoever
+finds it done, often the engine's thread, which has no GIL: it compares the record's id first, since
+2000 records later another one has the place.
+Frames are kept as code objects and positions in them, so no local variable is kept alive. Lines are
+looked up when somebody reads. Times are seconds on the monotonic clock.
+"""
+
+from cpython.ref cimport PyObject
+from libc.stdlib cimport calloc, free
+
+import torch
+
+from mpiddp.engine.interface cimport Job, JobRecord, note_end
+from mpiddp.system.kernels cimport (
+    ELEMENT_BFLOAT16, ELEMENT_FLOAT16, ELEMENT_FLOAT32, ELEMENT_FLOAT64,
+)
+from mpiddp.system.posix cimport now
+
+
+cdef extern from *:
+    """
+    #include <frameobject.h>
+    /* Before Python 3.11 only the line can be asked for: a negative number. */
+    static inline int mpiddp_position(PyFrameObject *frame)
+    {
+    #if PY_VERSION_HEX < 0x030B0000
+        return -1 - PyFrame_GetLineNumber(frame);
+    #else
+        return PyFrame_GetLasti(frame);
+    #endif
+    }
+    static inline int mpiddp_line_of(PyObject *code, int position)
+    {
+        return PyCode_Addr2Line((PyCodeObject *)code, position);
+    }
+    static inline PyFrameObject *mpiddp_current_frame(void)
+    {
+        return PyThreadState_GetFrame(PyThreadState_Get());
+    }
+    """
+    ctypedef struct PyFrameObject:
+        pass
+    PyFrameObject *mpiddp_current_frame()
+    PyFrameObject *PyFrame_GetBack(PyFrameObject *)
+    PyObject *PyFrame_GetCode "(PyObject *)PyFrame_GetCode" (PyFrameObject *)
+    int line_of "mpiddp_line_of" (PyObject *, int)
+    int mpiddp_position(PyFrameObject *)
+    void release "Py_XDECREF" (void *)
+    void retain "Py_XINCREF" (void *)
+    unsigned long PyThread_get_thread_ident()
+
+
+cdef enum:
+    MOST_FRAMES = 16
+
+
+cdef struct Record:
+    JobRecord job           # its id, and when it ended; 0: not yet, -1: it failed
+    int source
+    int element             # of a bucket
+    long long number        # in its source
+    long long elements      # of a bucket
+    double began
+    double started
+    unsigned long thread
+    PyObject *call          # of an operation, else NULL
+    int depth
+    PyObject *codes[MOST_FRAMES]
+    int positions[MOST_FRAMES]
+
+
+cdef Record *records = NULL
+cdef long long capacity = 0
+cdef long long next_id = 0
+
+_DTYPES = {
+    ELEMENT_FLOAT32: torch.float32, ELEMENT_FLOAT64: torch.float64,
+    ELEMENT_FLOAT16: torch.float16, ELEMENT_BFLOAT16: torch.bfloat16,
+}
+
+
+def allocate(long long size):
+    """Forget all records and make place for `size`; 0: record nothing. Not collective.
+
+    No operation may be under way, and no bucket.
+    """
+    global records, capacity, next_id
+    cdef long long place
+    cdef Record *old = records
+    cdef Record *fresh = NULL
+    if size > 0:
+        fresh = <Record *>calloc(size, sizeof(Record))
+        if fresh == NULL:
+            raise MemoryError
+        for place in range(size):
+            fresh[place].job.id = -1
+    size_before, capacity = capacity, 0
+    records = fresh
+    next_id = 0
+    capacity = max(size, 0)
+    for place in range(size_before):
+        _forget(&old[place])
+    free(old)
+
+
+cdef void _forget(Record *record) noexcept:
+    cdef int index
+    for index in range(MOST_FRAMES):
+        release(record.codes[index])
+    release(record.call)
+
+
+cdef Record *_new_record(int source, long long number, PyObject *call) noexcept:
+    global next_id
+    cdef Record *record = &records[next_id % capacity]
+    cdef PyObject *before = record.call
+    record.job.id = next_id
+    record.job.ended = 0
+    record.source = source
+    record.number = number
+    record.began = now()
+    record.started = 0
+    record.thread = PyThread_get_thread_ident()
+    record.depth = 0
+    retain(call)
+    record.call = call
+    next_id += 1
+    release(before)
+    return record
+
+
+cdef void _note_frames(Record *record) noexcept:
+    cdef PyFrameObject *frame = mpiddp_current_frame()
+    cdef PyFrameObject *back
+    cdef PyObject *before
+    cdef int depth = 0
+    while frame != NULL and depth < MOST_FRAMES:
+        before = record.codes[depth]
+        record.codes[depth] = PyFrame_GetCode(frame)
+        release(before)
+        record.positions[depth] = mpiddp_position(frame)
+        back = PyFrame_GetBack(frame)
+        release(frame)
+        frame = back
+        depth += 1
+    release(frame)
+    record.depth = depth
+
+
+cdef Record *_find(long long id_) noexcept:
+    """Return a record, NULL if another one has its place."""
+    cdef Record *record
+    if id_ < 0 or not capacity:
+        return NULL
+    record = &records[id_ % capacity]
+    return record if record.job.id == id_ else NULL
+
+
+def begin(int source, long long number, tuple call not None):
+    """Record that an operation begins; return its id, -1 if nothing is recorded.
+
+    Not collective.
+
+    Args:
+        source: what it belongs to, of `sources.add`.
+        number: which of its source's operations it is, the same on all ranks.
+        call: what `call_text.call_of` returns.
+    """
+    cdef Record *record
+    if not capacity:
+        return -1
+    record = _new_record(source, number, <PyObject *>call)
+    _note_frames(record)
+    return record.job.id
+
+
+def started(long long id_):
+    """Record that an operation has been handed to MPI. Not collective."""
+    cdef Record *record = _find(id_)
+    if record != NULL:
+        record.started = now()
+
+
+def ended(long long id_):
+    """Record that an operation is complete. Not collective."""
+    cdef Record *record = _find(id_)
+    if record != NULL:
+        record.job.ended = now()
+
+
+def failed(long long id_):
+    """Record that nobody waits for an operation any more. Not collective."""
+    cdef Record *record = _find(id_)
+    if record != NULL:
+        record.job.ended = -1
+
+
+cdef void begin_bucket(
+    int source, long long number, long long elements, int element, Job *job
+) noexcept:
+    """Record that a bucket is handed to the engine, which will note its end. Needs the GIL."""
+    cdef Record *record
+    job.record = NULL
+    if not capacity:
+        return
+    record = _new_record(source, number, NULL)
+    record.elements = elements
+    record.element = element
+    record.started = record.began
+    job.record_id = record.job.id
+    job.record = &record.job
+
+
+cdef tuple _told(Record *record):
+    cdef int index, line
+    cdef PyObject *code
+    frames = []
+    for index in range(record.depth):
+        code = record.codes[index]
+        line = record.positions[index]
+        line = -1 - line if line < 0 else line_of(code, line)
+        name = getattr(<object>code, "co_qualname", None) or (<object>code).co_name
+        frames.append((name, (<object>code).co_filename, line))
+    call, dtype = None, None
+    if record.call != NULL:
+        call = <object>record.call
+    else:
+        dtype = _DTYPES.get(record.element)
+    return (
+        record.job.id, record.source, record.number, call, record.elements, dtype,
+        record.began, record.started, record.job.ended, record.thread, frames,
+    )
+
+
+def snapshot():
+    """Return all records, the oldest first. Not collective."""
+    cdef long long id_
+    cdef Record *record
+    told = []
+    for id_ in range(max(next_id - capacity, 0), next_id):
+        record = _find(id_)
+        if record != NULL:
+            told.append(_told(record))
+    return told
+
+
+def under_way():
+    """Return how many records have not ended. Not collective."""
+    cdef long long place, count = 0
+    for place in range(capacity):
+        count += records[place].job.id >= 0 and records[place].job.ended == 0
+    return count
+
+
+def seconds_per_bucket(long long count):
+    """Return what the record of a bucket costs, measured over `count`. Not collective.
+
+    For tests and benchmarks: it fills the ring with records of the source -1.
+    """
+    cdef Job job
+    cdef long long index
+    cdef double began = now()
+    for index in range(count):
+        begin_bucket(-1, index, 1, ELEMENT_FLOAT32, &job)
+        note_end(&job, began)
+    return (now() - began) / count

@@ -1,0 +1,138 @@
+"""Write the records of this rank to a file: at a time-out, an abort, a signal, or on request.
+
+TORCH_FR_DUMP_TEMP_FILE is honoured, as by torch's own recorder: what the names of the files begin
+with, before the rank. Without it each job has a folder of its own in the user's cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from mpiddp.engine import forks
+from mpiddp.flight_recorder import ring, sources
+from mpiddp.flight_recorder.torch_format import as_dict
+from mpiddp.mpi.abort import call_before_abort
+
+__all__ = ["begin", "dump", "dump_for", "job_name", "say", "size_wanted"]
+
+_DEFAULT_SIZE = 2000
+
+# How long a dump waits for another one of this process.
+_PATIENCE = 5.0
+
+_job = "unknown"
+_rank = 0
+_writing = threading.Lock()
+_abort_is_watched = False
+
+
+def size_wanted() -> int:
+    """Return how many records to keep: TORCH_FR_BUFFER_SIZE, or 2000. Not collective."""
+    try:
+        return max(int(os.environ.get("TORCH_FR_BUFFER_SIZE", _DEFAULT_SIZE)), 0)
+    except ValueError:
+        return _DEFAULT_SIZE
+
+
+def job_name() -> str:
+    """Return a name for this job, as its rank 0 gives it to all. Not collective."""
+    import socket
+    import time
+
+    slurm = os.environ.get("SLURM_JOB_ID", "")
+    begun = time.strftime("%Y%m%d-%H%M%S")
+    return f"{begun}-{f'slurm-{slurm}' if slurm else f'{socket.gethostname()}-{os.getpid()}'}"
+
+
+def begin(job: str, rank: int) -> None:
+    """Forget what was recorded, and record from now on. Not collective.
+
+    Args:
+        job: `job_name` of rank 0.
+        rank: this process's in the world.
+    """
+    global _job, _rank, _abort_is_watched
+    _job, _rank = job, rank
+    ring.allocate(size_wanted())
+    sources.begin()
+    if not _abort_is_watched:
+        _abort_is_watched = True
+        call_before_abort(_dump_before_abort)
+
+
+def dump(path: str | os.PathLike[str] | None = None, *, reason: str = "dump()") -> Path:
+    """Write the records of this rank to a file, whole or not at all, and return its path.
+
+    Not collective: other ranks need not do so. Works in any thread, also while another one waits
+    for MPI.
+
+    Args:
+        path: of the file; None: the rank after TORCH_FR_DUMP_TEMP_FILE, or else after
+            ~/.cache/mpiddp/flight_recorder/JOB/rank_ (XDG_CACHE_HOME instead of ~/.cache).
+        reason: why, in words.
+
+    Raises:
+        OSError: the file cannot be written.
+        TimeoutError: another thread has been writing for 5 s.
+    """
+    target = _default_path() if path is None else Path(path)
+    if not _writing.acquire(timeout=_PATIENCE):
+        raise TimeoutError("another thread has been writing the flight recorder's file for 5 s")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # No other file there may begin like a dump: the analyzer would read it.
+        descriptor, temporary = tempfile.mkstemp(prefix=".unfinished-", dir=target.parent)
+        try:
+            with open(descriptor, "wb") as file:
+                pickle.dump(as_dict(reason), file, protocol=4)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+    finally:
+        _writing.release()
+    return target
+
+
+def dump_for(reason: str) -> str:
+    """Dump, and return a sentence that says where; "" if that was not possible. Not collective."""
+    if not size_wanted():
+        return ""
+    try:
+        path = dump(reason=reason)
+    except (OSError, TimeoutError):
+        return ""
+    return (
+        f"What this rank did last is in {path}; for all ranks that could write theirs: "
+        f"python -m mpiddp.flight_recorder {path.parent}"
+    )
+
+
+def say(reason: str) -> None:
+    """Dump, and print where. Not collective."""
+    told = dump_for(reason) or "the flight recorder's file cannot be written"
+    with contextlib.suppress(Exception):  # a stream that takes nothing
+        print(f"mpiddp: rank {_rank}: {reason}: {told}", file=sys.stderr, flush=True)
+
+
+def _default_path() -> Path:
+    prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE", "")
+    if prefix:
+        return Path(f"{prefix}{_rank}")
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "mpiddp", "flight_recorder", _job, f"rank_{_rank}")
+
+
+def _dump_before_abort() -> None:
+    # If nothing is under way, the traceback says it all.
+    if not forks.forked() and ring.under_way():
+        dump_for("an abort")
