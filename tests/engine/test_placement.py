@@ -59,7 +59,11 @@ mpiddp.destroy_process_group()
 @pytest.mark.skipif(len(GIVEN) < 2, reason="needs two cores")
 @pytest.mark.parametrize(
     ("environment", "tied"),
-    [({}, False), ({"OMP_PROC_BIND": "true"}, True), ({"OMP_PLACES": "threads"}, True)],
+    [
+        ({}, False),
+        ({"OMP_PROC_BIND": "true"}, True),
+        pytest.param({"OMP_PLACES": "threads"}, True, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_of_ranks(environment: dict[str, str], tied: bool, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def run(folder: Path, call: str, limit: int, at_once: bool = False, detail: bool
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.once] * (name not in ("sum", "message")))
+        pytest.param(name, marks=[] if name in ("sum", "message") else [pytest.mark.slow])
         for name in CALLS
     ],
 )
@@ -126,8 +126,7 @@ def test_memory_of_an_interrupted_operation_is_kept(tmp_path: Path, name: str) -
     assert "changed: 0" in said
 
 
-@pytest.mark.once
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_memory_of_an_interrupted_comparison_is_kept(tmp_path: Path) -> None:
     """With TORCH_DISTRIBUTED_DEBUG=DETAIL the ranks' calls are compared before."""
     said = run(tmp_path, "dist.barrier(part)", limit=60, detail=True)

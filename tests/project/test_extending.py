@@ -72,7 +72,7 @@ mpiddp.destroy_process_group()
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_transport(package: Copy) -> None:
     package.add(
         "transports/toy.py",
@@ -105,7 +105,7 @@ except ValueError as error:
     assert "transport must be one of auto, shared, exchange, mpi, toy, not 'boy'" in printed
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_collective(package: Copy) -> None:
     package.add(
         "collectives/rotation.py",

@@ -162,7 +162,7 @@ def test_skips():
     assert launched.status == 1
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.once
 def test_test_that_pytest_mpi_takes_for_marked_is_refused(tmp_path):
     source = """
@@ -178,7 +178,7 @@ def test_other():
     assert launched.status == 1
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.once
 def test_exit_in_the_middle_is_refused(tmp_path):
     source = """
@@ -197,7 +197,7 @@ def test_never_reached():
     assert launched.status == 1
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.once
 def test_number_of_ranks_that_is_never_started_is_refused(tmp_path):
     source = """

@@ -132,10 +132,11 @@ OUTPUTS = {
         pytest.param("a full disk", True, id="runner, a full disk"),
         pytest.param("a pipe that nobody reads", True, id="runner, a pipe that nobody reads"),
         *(
-            pytest.param(output, False, id=output, marks=pytest.mark.once)
-            for output in (
-                "stdout on a full disk", "stderr on a full disk", "closed", "closed descriptors",
-                "no streams",
+            pytest.param(output, False, id=output, marks=[pytest.mark.once, *slow])
+            for output, slow in (
+                ("stdout on a full disk", []), ("stderr on a full disk", [pytest.mark.slow]),
+                ("closed", []), ("closed descriptors", [pytest.mark.slow]),
+                ("no streams", [pytest.mark.slow]),
             )
         ),
     ],
@@ -237,7 +238,12 @@ if rank == 1:
 @pytest.mark.thorough
 @pytest.mark.once
 @pytest.mark.parametrize(
-    ("doing", "runner"), [("1 / 0", False), ("time.sleep(100)", False), ("sys.exit(0)", True)]
+    ("doing", "runner"),
+    [
+        ("1 / 0", False),
+        pytest.param("time.sleep(100)", False, marks=pytest.mark.slow),
+        ("sys.exit(0)", True),
+    ],
 )
 def test_hook_of_before_that_does_not_end(tmp_path: Path, doing: str, runner: bool) -> None:
     source = f"def hook(*error):\n    {doing}\n\n\nsys.excepthook = hook\n"
@@ -437,7 +443,7 @@ STARTS = {
         ("before the first message", False),
         pytest.param("before the first message", True, marks=pytest.mark.once),
         pytest.param("before MPI is used", False, marks=pytest.mark.once),
-        pytest.param("twice", False, marks=pytest.mark.once),
+        pytest.param("twice", False, marks=pytest.mark.slow),
     ],
 )
 def test_exception_in_the_start(tmp_path: Path, start: str, runner: bool) -> None:

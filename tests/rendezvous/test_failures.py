@@ -261,7 +261,7 @@ print("still here")
     ("transport", "thread"),
     [
         pytest.param("auto", "1", id="thread"),
-        pytest.param("auto", "0", id="no thread", marks=pytest.mark.once),
+        pytest.param("auto", "0", id="no thread", marks=pytest.mark.slow),
         pytest.param("exchange", "1", id="exchange"),
     ],
 )

@@ -260,8 +260,8 @@ for action, status in (
     ("imports", "module"),
     [
         pytest.param("", "", id="script"),
-        pytest.param("from mpi4py import MPI", "", id="mpi4py first", marks=pytest.mark.once),
-        pytest.param("", "runner", id="runner"),
+        pytest.param("from mpi4py import MPI", "", id="mpi4py first", marks=pytest.mark.slow),
+        pytest.param("", "runner", id="runner", marks=pytest.mark.slow),
     ],
 )
 def test_children_end_with_their_status(tmp_path: Path, imports: str, module: str) -> None:
