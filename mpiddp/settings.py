@@ -19,6 +19,7 @@ __all__ = [
     "KERNELS",
     "PROGRESS_THREAD",
     "SETTINGS",
+    "STALL_SECONDS",
     "TRANSPORT",
     "TRIAL_SECONDS",
     "WIRE",
@@ -185,6 +186,16 @@ DUMP_SIGNAL: Setting[int] = Setting(
     _signal,
     signal.SIGRTMIN + 6,
 )
+STALL_SECONDS: Setting[float] = Setting(
+    "MPIDDP_STALL_SECONDS",
+    "a positive number, or none",
+    "30",
+    "After how many seconds of waiting one rank says on stderr what is waited for, which ranks "
+    "have not come, and what they do instead; and again each time that the wait has doubled.",
+    False,
+    lambda text: float("inf") if text == "none" else _seconds(text),
+    30.0,
+)
 TRIAL_SECONDS = Setting(
     "MPIDDP_TRIAL_SECONDS",
     "a positive number",
@@ -204,5 +215,6 @@ SETTINGS: tuple[Setting[Any], ...] = (
     KERNELS,
     DEBUG,
     DUMP_SIGNAL,
+    STALL_SECONDS,
     TRIAL_SECONDS,
 )

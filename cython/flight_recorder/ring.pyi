@@ -2,6 +2,8 @@ from collections.abc import Sequence
 
 import torch
 
+from mpiddp.engine.requests import Pending
+
 # The record's id, its source, its number there; the call, None for a bucket; the elements of a
 # bucket and their dtype; when it began, started and ended, in seconds on the monotonic clock, 0 for
 # not yet, and -1 for an end in failure; the thread; the frames: name, file, line.
@@ -21,8 +23,13 @@ Record = tuple[
 
 def allocate(size: int) -> None: ...
 def begin(
-    source: int, number: int, call: tuple[str, object, torch.dtype | None, Sequence[int], int]
+    source: int,
+    number: int,
+    call: tuple[str, object, torch.dtype | None, Sequence[int], int],
+    message: bool = False,
 ) -> int: ...
+def attach(record: int, pending: Pending) -> None: ...
+def oldest() -> Record | None: ...
 def started(record: int) -> None: ...
 def ended(record: int) -> None: ...
 def failed(record: int) -> None: ...

@@ -15,6 +15,7 @@ from libc.stdlib cimport calloc, free
 import torch
 
 from mpiddp.engine.interface cimport Job, JobRecord, note_end
+from mpiddp.engine.requests cimport Pending
 from mpiddp.system.kernels cimport (
     ELEMENT_BFLOAT16, ELEMENT_FLOAT16, ELEMENT_FLOAT32, ELEMENT_FLOAT64,
 )
@@ -68,6 +69,7 @@ cdef struct Record:
     double started
     unsigned long thread
     PyObject *call          # of an operation, else NULL
+    bint message            # only another rank takes part
     int depth
     PyObject *codes[MOST_FRAMES]
     int positions[MOST_FRAMES]
@@ -125,6 +127,7 @@ cdef Record *_new_record(int source, long long number, PyObject *call) noexcept:
     record.began = now()
     record.started = 0
     record.thread = PyThread_get_thread_ident()
+    record.message = False
     record.depth = 0
     retain(call)
     record.call = call
@@ -160,7 +163,7 @@ cdef Record *_find(long long id_) noexcept:
     return record if record.job.id == id_ else NULL
 
 
-def begin(int source, long long number, tuple call not None):
+def begin(int source, long long number, tuple call not None, bint message=False):
     """Record that an operation begins; return its id, -1 if nothing is recorded.
 
     Not collective.
@@ -169,11 +172,13 @@ def begin(int source, long long number, tuple call not None):
         source: what it belongs to, of `sources.add`.
         number: which of its source's operations it is, the same on all ranks.
         call: what `call_text.call_of` returns.
+        message: whether only one other rank takes part.
     """
     cdef Record *record
     if not capacity:
         return -1
     record = _new_record(source, number, <PyObject *>call)
+    record.message = message
     _note_frames(record)
     return record.job.id
 
@@ -183,6 +188,17 @@ def started(long long id_):
     cdef Record *record = _find(id_)
     if record != NULL:
         record.started = now()
+
+
+def attach(long long id_, Pending pending not None):
+    """Let the engine record the end of an operation when its one request has ended.
+
+    Not collective. Called before the request is submitted to the engine.
+    """
+    cdef Record *record = _find(id_)
+    if record != NULL:
+        pending.state.job.record_id = id_
+        pending.state.job.record = &record.job
 
 
 def ended(long long id_):
@@ -246,6 +262,20 @@ def snapshot():
         if record != NULL:
             told.append(_told(record))
     return told
+
+
+def oldest():
+    """Return the oldest record that has not ended as `snapshot` does, None if all have.
+
+    Not collective. Messages are left out: a program may wait for one as long as it likes.
+    """
+    cdef long long id_
+    cdef Record *record
+    for id_ in range(max(next_id - capacity, 0), next_id):
+        record = &records[id_ % capacity]
+        if record.job.ended == 0 and not record.message:
+            return _told(record)
+    return None
 
 
 def under_way():

@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpiddp.flight_recorder.call_text import ranks_in_words
+from mpiddp.flight_recorder.call_text import is_of_a_library, ranks_in_words
 
 __all__ = ["Dump", "explain", "read"]
-
-# Frames of these are not the user's.
-_LIBRARIES = ("/torch/", "/mpiddp/", "/contextlib.py", "/threading.py", "<frozen")
 
 # How many frames of the user's are shown.
 _FRAMES = 3
@@ -159,7 +156,7 @@ def _instead(dump: Dump, group: str) -> Iterator[str]:
 def _where(entry: dict[str, Any]) -> Iterator[str]:
     shown = 0
     for frame in entry["frames"]:
-        if shown < _FRAMES and not any(part in frame["filename"] for part in _LIBRARIES):
+        if shown < _FRAMES and not is_of_a_library(frame["filename"]):
             shown += 1
             yield f"    {frame['filename']}:{frame['line']} in {frame['name']}"
 

@@ -10,7 +10,18 @@ from typing import TypeAlias
 
 import torch
 
-__all__ = ["Call", "call_of", "describe", "describe_call", "describe_dtype", "ranks_in_words"]
+__all__ = [
+    "Call",
+    "call_of",
+    "describe",
+    "describe_call",
+    "describe_dtype",
+    "is_of_a_library",
+    "ranks_in_words",
+]
+
+# Files with these in their names are not the user's.
+_LIBRARIES = ("/torch/", "/mpiddp/", "/mpi4py/", "/contextlib.py", "/threading.py", "<frozen")
 
 # The name of torch.distributed's function; a ReduceOp, a root, a tuple of these, or None; dtype and
 # shape of the first tensor; the number of tensors.
@@ -54,6 +65,11 @@ def _describe_detail(detail: object) -> str:
 def describe_dtype(dtype: torch.dtype) -> str:
     """Return a name such as "float32". Not collective."""
     return str(dtype).removeprefix("torch.")
+
+
+def is_of_a_library(file: str) -> bool:
+    """Return whether a file of Python is torch's, mpiddp's or Python's own. Not collective."""
+    return any(part in file for part in _LIBRARIES)
 
 
 def ranks_in_words(world_ranks: Sequence[int], members: Iterable[int]) -> str:

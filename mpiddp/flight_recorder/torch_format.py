@@ -13,8 +13,10 @@ import json
 import math
 import os
 import socket
+import sys
 import threading
 import time
+import traceback
 from typing import Any
 
 from mpiddp.flight_recorder import ring, sources
@@ -24,6 +26,9 @@ from mpiddp.flight_recorder.sources import BUCKETS, Source
 __all__ = ["VERSION", "as_dict", "as_json"]
 
 VERSION = "2.10"
+
+# How much of a stack is kept, from the inside.
+_DEEPEST = 32
 
 # Names of ours that torch's analyzer spells in another way.
 _NAMES = {
@@ -75,6 +80,7 @@ def as_dict(reason: str = "") -> dict[str, Any]:
             "pid": os.getpid(),
             "time_ns": time.time_ns(),
             "reason": reason,
+            "stacks": _stacks(threads),
         },
     }
 
@@ -115,6 +121,17 @@ def _entry(
         "frames": [{"name": name, "filename": file, "line": line} for name, file, line in frames],
         "words": _words(record, source),
     }
+
+
+def _stacks(threads: dict[int | None, str]) -> dict[str, list[str]]:
+    """Return where each thread of Python is, the innermost line first, by its name."""
+    told = {}
+    for thread, frame in sys._current_frames().items():
+        frames = reversed(traceback.extract_stack(frame, limit=-_DEEPEST))
+        told[threads.get(thread, str(thread))] = [
+            f"{each.filename}:{each.lineno} in {each.name}" for each in frames
+        ]
+    return told
 
 
 def _nanoseconds(seconds: float, behind: float) -> int | None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from mpiddp.engine.engine import Engine
     from mpiddp.flight_recorder.call_text import Call
+    from mpiddp.flight_recorder.sources import Source
     from mpiddp.process_group.wrapped_modules import WrappedModules
 
 
@@ -39,6 +40,10 @@ class RunningGroup(Group, Protocol):
     @property
     def world_ranks(self) -> Sequence[int]:
         """The world rank of each of this group's ranks."""
+
+    @property
+    def source(self) -> Source:
+        """What the flight recorder knows of the group."""
 
     @property
     def entered(self) -> int:

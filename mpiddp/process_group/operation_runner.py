@@ -71,9 +71,9 @@ class OperationRunner(dist.ProcessGroup):
         self.last: Call | None = None
         self.roll_call: RollCall | None = None
         # What the flight recorder calls this group, its modules and its messages.
-        self._source = sources.add(sources.Source("", range(self.size())))
-        self._messages = sources.Messages(self._source, self._rank)
-        self.modules = WrappedModules(self._source)
+        self.source = sources.add(sources.Source("", range(self.size())))
+        self._messages = sources.Messages(self.source, self._rank)
+        self.modules = WrappedModules(self.source)
         self._requests = requests
         # MPI wants one thread at a time to start operations on a communicator.
         self._starting = threading.Lock()
@@ -104,22 +104,22 @@ class OperationRunner(dist.ProcessGroup):
     @property
     def world_ranks(self) -> Sequence[int]:
         """The world rank of each of the group's ranks."""
-        return self._source.ranks
+        return self.source.ranks
 
     @world_ranks.setter
     def world_ranks(self, ranks: Sequence[int]) -> None:
-        self._source.ranks = ranks
+        self.source.ranks = ranks
 
     def describe_ranks(self, members: Iterable[int]) -> str:
         """Return words such as "ranks 0 to 3 and 7" for ranks in the group. Not collective."""
         return ranks_in_words(self.world_ranks, members)
 
     def _set_group_name(self, name: str) -> None:
-        self._name = self._source.name = name
+        self._name = self.source.name = name
 
     def _set_group_desc(self, description: str) -> None:
         super()._set_group_desc(description)
-        self._source.description = description
+        self.source.description = description
 
     def shutdown(self) -> None:
         """Free the group's communicator.
@@ -215,7 +215,7 @@ class OperationRunner(dist.ProcessGroup):
         """Count a collective, and return its record."""
         self.entered += 1
         self.last = call_of(name, detail, tensors)
-        return ring.begin(self._source.number, self.entered, self.last)
+        return ring.begin(self.source.number, self.entered, self.last)
 
     def _start(
         self,
@@ -262,7 +262,7 @@ class OperationRunner(dist.ProcessGroup):
             if message:
                 # The second argument of both functions is the other rank.
                 source, count = self._messages.next(name == "send", arguments[1])
-                record = ring.begin(source, count, call_of(name, None, tensors))
+                record = ring.begin(source, count, call_of(name, None, tensors), message=True)
             else:
                 record = self._enter(name, tensors, detail)
                 number = self.entered
@@ -293,6 +293,8 @@ class OperationRunner(dist.ProcessGroup):
             work.event = event
         # A small message has gone at once, and the engine need not hear of it.
         if not work.is_completed():
+            if len(waited) == 1:
+                ring.attach(record, waited[0])
             for each in waited:
                 if not each.done:
                     self._requests.submit(each)

@@ -16,10 +16,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import struct
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ from mpi4py import MPI
 
 from mpiddp import settings
 from mpiddp.flight_recorder import files
-from mpiddp.flight_recorder.call_text import describe, ranks_in_words
+from mpiddp.flight_recorder.call_text import describe, is_of_a_library, ranks_in_words
 
 if TYPE_CHECKING:
     from mpiddp.process_group.interface import RunningGroup
@@ -56,6 +57,9 @@ _UNKNOWN_GROUP = -1
 # How many differences are shown before "and others".
 _SHOWN = 4
 
+# How many ranks, the first of a group, speak for all that wait if they wait as well.
+_SPEAKERS = 3
+
 # What a rank says if it waits for a bucket of another module.
 _ELSEWHERE = "it waits for "
 
@@ -64,6 +68,8 @@ _ELSEWHERE = "it waits for "
 class _Answer:
     entered: int
     last: str
+    # Where the program is, see `place`.
+    where: str = ""
 
 
 class RollCall:
@@ -82,6 +88,8 @@ class RollCall:
         self._asking = threading.Lock()
         self._numbers = itertools.count(1)
         self._ending = threading.Event()
+        # Called twice a second by the thread that answers.
+        self.watch: Callable[[], None] = lambda: None
         # Messages that may not have left yet, with their memory.
         self._leaving: list[tuple[MPI.Request, bytes | bytearray]] = []
         self._leaving_lock = threading.Lock()
@@ -101,6 +109,10 @@ class RollCall:
             target=self._answer_questions, name="mpiddp roll call", daemon=True
         )
         self._thread.start()
+
+    def groups(self) -> list[RunningGroup]:
+        """Return the groups that it answers for. Not collective."""
+        return [group for known in self._groups if (group := known()) is not None]
 
     def add(self, group: RunningGroup) -> None:
         """Answer for `group` from now on, as long as it lives. Not collective.
@@ -138,7 +150,7 @@ class RollCall:
         own = _Answer(group.entered, _last_of(group))
         if self._thread is None:
             return f"Which ranks are missing cannot be told with {settings.PROGRESS_THREAD.name}=0"
-        answers = self._ask(group)
+        answers = self._ask(group) or {}
         answers[group.rank()] = own
         wanted = own.entered if number is None else number
         return _in_words(group.world_ranks, answers, wanted, group.rank())
@@ -155,7 +167,7 @@ class RollCall:
         """
         if self._thread is None:
             return f"Which ranks are missing cannot be told with {settings.PROGRESS_THREAD.name}=0"
-        answers = self._ask(group, module)
+        answers = self._ask(group, module) or {}
         answers[group.rank()] = _Answer(number, "")
         missing: dict[str, list[int]] = {}
         for rank, answer in answers.items():
@@ -185,32 +197,86 @@ class RollCall:
         if self._thread is not None:
             self._ask(group)
 
+    def explain_stall(self, group: RunningGroup, module: int, number: int) -> str | None:
+        """Return which ranks keep an operation or a bucket waiting, and what they do instead.
+
+        Not collective. For the thread that answers: it goes on answering. None if this rank need
+        not say it: one of the first ranks waits as well and will, or this rank asks already.
+
+        Args:
+            group: given to `add` before.
+            module: the number of the bucket's module in the group; 0: an operation.
+            number: of the operation, or of the bucket as bucket_progress.py counts them.
+        """
+        first = range(min(group.rank(), _SPEAKERS))
+        ahead = self._ask(group, module, first, answering=True) if first else {}
+        if ahead is None or any(answer.entered >= number for answer in ahead.values()):
+            return None
+        answers = self._ask(group, module, answering=True)
+        if answers is None:
+            return None
+        answers[group.rank()] = _Answer(number, "")
+        told: dict[str, list[int]] = {}
+        for rank, answer in sorted(answers.items()):
+            if answer.entered < number:
+                what = answer.last if module else _where(answer)
+                where = answer.where or "no Python of the script runs there"
+                told.setdefault(f"{what}; {where}", []).append(rank)
+        lines = [
+            f"{_who(group.world_ranks, ranks, 'has', 'have')} not come ({what})"
+            for what, ranks in told.items()
+        ]
+        lines = [_listed(lines)] if lines else []
+        text = _sentence(lines + _silent(group.world_ranks, answers))
+        return text or "All ranks have come: the connection or a rank is slow, or one has failed"
+
     # Asking.
 
-    def _ask(self, group: RunningGroup, module: int = 0) -> dict[int, _Answer]:
-        """Return the answers of the group's other ranks that came in time, by rank in the group."""
+    def _ask(
+        self,
+        group: RunningGroup,
+        module: int = 0,
+        ranks: Iterable[int] | None = None,
+        answering: bool = False,
+    ) -> dict[int, _Answer] | None:
+        """Return the answers of the group's other ranks that came in time, by rank in the group.
+
+        Args:
+            group: whose ranks are asked.
+            module: about which of its modules, 0: about its collectives.
+            ranks: the ranks in the group to ask; None: all.
+            answering: whether this thread answers, so it must go on with that, and must not wait
+                for another one that asks: then the result is None.
+        """
         answers: dict[int, _Answer] = {}
         communicator = self._communicator
         deadline = time.monotonic() + _PATIENCE
-        if communicator is None or not self._asking.acquire(timeout=_PATIENCE):
+        if communicator is None:
             return answers
+        if not self._asking.acquire(timeout=0 if answering else _PATIENCE):
+            return None if answering else answers
         try:
             number = next(self._numbers)
             question = _QUESTION.pack(number, _digest(group), module)
             asked = {world: rank for rank, world in enumerate(group.world_ranks)}
             del asked[communicator.Get_rank()]
+            if ranks is not None:
+                wanted = {group.world_ranks[rank] for rank in ranks}
+                asked = {world: rank for world, rank in asked.items() if world in wanted}
             for world_rank in asked:
                 self._send(question, world_rank, _QUESTION_TAG)
             while len(answers) < len(asked) and time.monotonic() < deadline:
                 received = self._receive(_ANSWER_TAG, deadline)
                 if received is None:
-                    time.sleep(_NAP)
+                    if not (answering and self._answer_one()):
+                        time.sleep(_NAP)
                     continue
                 world_rank, data = received
                 answered, entered = _ANSWER.unpack_from(data)
                 if answered == number:
-                    last = data[_ANSWER.size :].decode(errors="replace")
-                    answers[asked[world_rank]] = _Answer(entered, last)
+                    text = data[_ANSWER.size :].decode(errors="replace")
+                    last, _, where = text.partition("\n")
+                    answers[asked[world_rank]] = _Answer(entered, last, where)
         except MPI.Exception:
             pass  # of a connection to a rank that has ended: it will be named as silent
         finally:
@@ -229,6 +295,7 @@ class RollCall:
                 # comes first, since files may be slow.
                 if asked:
                     files.dump_for("another rank has waited in vain")
+                self.watch()
                 with self._leaving_lock:
                     self._leaving = [sent for sent in self._leaving if not sent[0].Test()]
             except MPI.Exception:
@@ -242,7 +309,7 @@ class RollCall:
         rank, data = received
         number, digest, module = _QUESTION.unpack(data)
         entered, last = _UNKNOWN_GROUP, ""
-        groups = [group for known in self._groups if (group := known()) is not None]
+        groups = self.groups()
         for group in groups:
             if _digest(group) == digest and not module:
                 entered, last = group.entered, _last_of(group)
@@ -250,7 +317,9 @@ class RollCall:
                 wrapped = group.modules.get(module)
                 if wrapped is not None:
                     entered, last = wrapped.buckets_filled(), _doing(wrapped, group, groups)
-        text = last.encode()[: _MOST_BYTES - _ANSWER.size]
+        where = place()
+        text = last.encode()[: _MOST_BYTES - _ANSWER.size - len(where.encode()) - 1]
+        text += f"\n{where}".encode()
         self._send(_ANSWER.pack(number, entered) + text, rank, _ANSWER_TAG)
         return True
 
@@ -288,6 +357,20 @@ class RollCall:
         except MPI.Exception:
             pass
         self._leaving.clear()
+
+
+def place() -> str:
+    """Return where the main thread's program is, such as "now at train.py:30 in load".
+
+    Not collective. "" if it is in no code of the user's.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not is_of_a_library(file):
+            return f"now at {file}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
 
 
 def _last_of(group: RunningGroup) -> str:

@@ -153,6 +153,7 @@ def _make_world(own: MPI.Intracomm) -> None:
     from mpiddp.engine.engine import Engine
     from mpiddp.engine.requests import Requests
     from mpiddp.process_group.roll_call import RollCall
+    from mpiddp.process_group.watchdog import Watchdog
 
     launch_checks.compare_settings(own, _check_thread_level)
     threaded = _progress_thread_wanted()
@@ -164,11 +165,13 @@ def _make_world(own: MPI.Intracomm) -> None:
     files.begin(own.bcast(files.job_name()), topology.rank)
     engine = Engine(threaded=threaded, cores=cores.beside_openmp(torch.get_num_threads()))
     requests = Requests(engine, crowded=topology.crowded)
+    roll_call = RollCall(own, threaded)
+    Watchdog(roll_call)
     _world = _World(
         own,
         requests,
         FutureCompleter(requests),
-        RollCall(own, threaded),
+        roll_call,
         Trigger(),
         topology,
         environment,
