@@ -111,6 +111,7 @@ def test_time_in_which_the_job_was_stopped_does_not_count(tmp_path: Path) -> Non
         while len(list(tmp_path.glob("pid-*"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         processes = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
+        time.sleep(2)  # until the other rank has begun to wait
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for process in processes:
                 os.kill(process, number)
@@ -121,12 +122,12 @@ def test_time_in_which_the_job_was_stopped_does_not_count(tmp_path: Path) -> Non
     source = f"""
     open(f"{tmp_path}/pid-{{os.getpid()}}", "w").close()
     if rank == 0:
-        until = time.monotonic() + 9
+        until = time.monotonic() + 14
         while time.monotonic() < until:
             time.sleep(0.1)
     dist.barrier()
     print("all well")
     """
-    said = run(tmp_path, source, 5.5, ranks=2)
+    said = run(tmp_path, source, 9, ranks=2)
     thread.join()
     assert said == []
