@@ -7,12 +7,16 @@ finds it done, often the engine's thread, which has no GIL: it compares the reco
 2000 records later another one has the place.
 Frames are kept as code objects and positions in them, so no local variable is kept alive. Lines are
 looked up when somebody reads. Times are seconds on the monotonic clock.
+A call is taken apart: whatever Python object it kept alive would be freed 2000 operations later, when
+its memory is in no cache any more, and each of these took as long as the rest of the record.
 """
 
 from cpython.ref cimport PyObject
+from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.stdlib cimport calloc, free
 
 import torch
+from torch.distributed import ReduceOp
 
 from mpiddp.engine.interface cimport Job, JobRecord, note_end
 from mpiddp.engine.requests cimport Pending
@@ -38,6 +42,12 @@ cdef extern from *:
     {
         return PyCode_Addr2Line((PyCodeObject *)code, position);
     }
+    static inline void mpiddp_fetch_for_writing(const void *memory, size_t bytes)
+    {
+        const char *const start = (const char *)memory;
+        for (size_t offset = 0; offset < bytes; offset += 64)
+            __builtin_prefetch(start + offset, 1);
+    }
     static inline PyFrameObject *mpiddp_current_frame(void)
     {
         return PyThreadState_GetFrame(PyThreadState_Get());
@@ -50,6 +60,7 @@ cdef extern from *:
     PyObject *PyFrame_GetCode "(PyObject *)PyFrame_GetCode" (PyFrameObject *)
     int line_of "mpiddp_line_of" (PyObject *, int)
     int mpiddp_position(PyFrameObject *)
+    void mpiddp_fetch_for_writing(const void *, size_t) noexcept
     void release "Py_XDECREF" (void *)
     void retain "Py_XINCREF" (void *)
     unsigned long PyThread_get_thread_ident()
@@ -57,6 +68,7 @@ cdef extern from *:
 
 cdef enum:
     MOST_FRAMES = 16
+    MOST_DIMENSIONS = 8
 
 
 cdef struct Record:
@@ -68,7 +80,12 @@ cdef struct Record:
     double began
     double started
     unsigned long thread
-    PyObject *call          # of an operation, else NULL
+    PyObject *name          # of an operation, else NULL, as are its
+    PyObject *detail
+    PyObject *dtype
+    int tensors
+    int dimensions
+    long long shape[MOST_DIMENSIONS]    # of the first tensor
     bint message            # only another rank takes part
     int depth
     PyObject *codes[MOST_FRAMES]
@@ -83,6 +100,10 @@ _DTYPES = {
     ELEMENT_FLOAT32: torch.float32, ELEMENT_FLOAT64: torch.float64,
     ELEMENT_FLOAT16: torch.float16, ELEMENT_BFLOAT16: torch.bfloat16,
 }
+
+
+# One object for each reduction, by its hash: torch makes a new one for each call.
+_reductions = {}
 
 
 def allocate(long long size):
@@ -113,13 +134,21 @@ cdef void _forget(Record *record) noexcept:
     cdef int index
     for index in range(MOST_FRAMES):
         release(record.codes[index])
-    release(record.call)
+    release(record.name)
+    release(record.detail)
+    release(record.dtype)
 
 
-cdef Record *_new_record(int source, long long number, PyObject *call) noexcept:
+cdef void _keep(PyObject **place, PyObject *value) noexcept:
+    cdef PyObject *before = place[0]
+    retain(value)
+    place[0] = value
+    release(before)
+
+
+cdef Record *_new_record(int source, long long number) noexcept:
     global next_id
     cdef Record *record = &records[next_id % capacity]
-    cdef PyObject *before = record.call
     record.job.id = next_id
     record.job.ended = 0
     record.source = source
@@ -129,11 +158,27 @@ cdef Record *_new_record(int source, long long number, PyObject *call) noexcept:
     record.thread = PyThread_get_thread_ident()
     record.message = False
     record.depth = 0
-    retain(call)
-    record.call = call
     next_id += 1
-    release(before)
+    # All 2000 are more than the fastest caches hold.
+    mpiddp_fetch_for_writing(&records[next_id % capacity], sizeof(Record))
     return record
+
+
+cdef int _note_call(Record *record, tuple call) except -1:
+    # torch.Size, or a tuple.
+    cdef PyObject *shape = <PyObject *>call[3]
+    cdef int index
+    _keep(&record.name, <PyObject *>call[0])
+    detail = call[1]
+    if type(detail) is ReduceOp:
+        detail = _reductions.setdefault(hash(detail), detail)
+    _keep(&record.detail, <PyObject *>detail)
+    _keep(&record.dtype, <PyObject *>call[2])
+    record.tensors = call[4]
+    record.dimensions = min(PyTuple_GET_SIZE(<object>shape), MOST_DIMENSIONS)
+    for index in range(record.dimensions):
+        record.shape[index] = <object>PyTuple_GET_ITEM(<object>shape, index)
+    return 0
 
 
 cdef void _note_frames(Record *record) noexcept:
@@ -163,7 +208,9 @@ cdef Record *_find(long long id_) noexcept:
     return record if record.job.id == id_ else NULL
 
 
-def begin(int source, long long number, tuple call not None, bint message=False):
+def begin(
+    int source, long long number, tuple call not None, bint message=False, bint at_once=False
+):
     """Record that an operation begins; return its id, -1 if nothing is recorded.
 
     Not collective.
@@ -173,12 +220,16 @@ def begin(int source, long long number, tuple call not None, bint message=False)
         number: which of its source's operations it is, the same on all ranks.
         call: what `call_text.call_of` returns.
         message: whether only one other rank takes part.
+        at_once: whether it is handed to MPI at once, so that nobody need call `started`.
     """
     cdef Record *record
     if not capacity:
         return -1
-    record = _new_record(source, number, <PyObject *>call)
+    record = _new_record(source, number)
     record.message = message
+    if at_once:
+        record.started = record.began
+    _note_call(record, call)
     _note_frames(record)
     return record.job.id
 
@@ -223,7 +274,8 @@ cdef void begin_bucket(
     job.record = NULL
     if not capacity:
         return
-    record = _new_record(source, number, NULL)
+    record = _new_record(source, number)
+    _keep(&record.name, NULL)
     record.elements = elements
     record.element = element
     record.started = record.began
@@ -242,8 +294,12 @@ cdef tuple _told(Record *record):
         name = getattr(<object>code, "co_qualname", None) or (<object>code).co_name
         frames.append((name, (<object>code).co_filename, line))
     call, dtype = None, None
-    if record.call != NULL:
-        call = <object>record.call
+    if record.name != NULL:
+        shape = tuple([record.shape[index] for index in range(record.dimensions)])
+        call = (
+            <object>record.name, <object>record.detail, <object>record.dtype, shape,
+            record.tensors,
+        )
     else:
         dtype = _DTYPES.get(record.element)
     return (

@@ -215,7 +215,7 @@ class OperationRunner(dist.ProcessGroup):
         """Count a collective, and return its record."""
         self.entered += 1
         self.last = call_of(name, detail, tensors)
-        return ring.begin(self.source.number, self.entered, self.last)
+        return ring.begin(self.source.number, self.entered, self.last, False, not self._checked)
 
     def _start(
         self,
@@ -262,7 +262,7 @@ class OperationRunner(dist.ProcessGroup):
             if message:
                 # The second argument of both functions is the other rank.
                 source, count = self._messages.next(name == "send", arguments[1])
-                record = ring.begin(source, count, call_of(name, None, tensors), message=True)
+                record = ring.begin(source, count, call_of(name, None, tensors), True, True)
             else:
                 record = self._enter(name, tensors, detail)
                 number = self.entered
@@ -270,7 +270,8 @@ class OperationRunner(dist.ProcessGroup):
                     call_check.check(self, name, detail, tensors, compared, elements)
             try:
                 pending = next(operation)
-                ring.started(record)
+                if self._checked:
+                    ring.started(record)
             except (TypeError, ValueError, RuntimeError):
                 ring.failed(record)
                 raise  # before MPI was called, or by it

@@ -90,7 +90,7 @@ def test_a_failure_is_not_complete() -> None:
     with pytest.raises(TypeError):
         dist.all_reduce(torch.ones(2, dtype=torch.bool), op=dist.ReduceOp.AVG)
     (one,) = entries("all_reduce")
-    assert (one["state"], one["retired"]) == ("scheduled", True)
+    assert (one["state"], one["retired"]) == ("started", True)
 
 
 @pytest.mark.parametrize("transport", ["auto", "mpi"])
