@@ -5,10 +5,10 @@ Note [Records]
 Whoever begins a record holds the GIL, so no lock is needed. The end of a bucket is noted by whoever
 finds it done, often the engine's thread, which has no GIL: it compares the record's id first, since
 2000 records later another one has the place.
-Frames are kept as code objects and positions in them, so no local variable is kept alive. Lines are
-looked up when somebody reads. Times are seconds on the monotonic clock.
-A call is taken apart: whatever Python object it kept alive would be freed 2000 operations later, when
-its memory is in no cache any more, and each of these took as long as the rest of the record.
+Frames are kept as code objects and positions in them, so no local variable is kept alive. Lines
+are looked up when somebody reads. Times are seconds on the monotonic clock.
+A call is taken apart: whatever Python object it kept alive would be freed 2000 operations later,
+when its memory is in no cache any more, and each of these took as long as the rest of the record.
 """
 
 from cpython.ref cimport PyObject

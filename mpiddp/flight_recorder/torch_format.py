@@ -127,7 +127,7 @@ def _stacks(threads: dict[int | None, str]) -> dict[str, list[str]]:
     """Return where each thread of Python is, the innermost line first, by its name."""
     told = {}
     for thread, frame in sys._current_frames().items():
-        frames = reversed(traceback.extract_stack(frame, limit=-_DEEPEST))
+        frames = reversed(traceback.extract_stack(frame, limit=_DEEPEST))
         told[threads.get(thread, str(thread))] = [
             f"{each.filename}:{each.lineno} in {each.name}" for each in frames
         ]
