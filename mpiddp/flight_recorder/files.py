@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import socket
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 from mpiddp.engine import forks
@@ -42,9 +44,6 @@ def size_wanted() -> int:
 
 def job_name() -> str:
     """Return a name for this job, as its rank 0 gives it to all. Not collective."""
-    import socket
-    import time
-
     slurm = os.environ.get("SLURM_JOB_ID", "")
     begun = time.strftime("%Y%m%d-%H%M%S")
     return f"{begun}-{f'slurm-{slurm}' if slurm else f'{socket.gethostname()}-{os.getpid()}'}"
@@ -79,6 +78,7 @@ def dump(path: str | os.PathLike[str] | None = None, *, reason: str = "dump()") 
 
     Raises:
         OSError: the file cannot be written.
+        RuntimeError: there is no home folder.
         TimeoutError: another thread has been writing for 5 s.
     """
     target = _default_path() if path is None else Path(path)
@@ -107,9 +107,13 @@ def dump_for(reason: str) -> str:
     """Dump, and return a sentence that says where; "" if that was not possible. Not collective."""
     if not size_wanted():
         return ""
-    try:
-        path = dump(reason=reason)
-    except (OSError, TimeoutError):
+    elsewhere = Path(tempfile.gettempdir(), "mpiddp-flight-recorder", _job, f"rank_{_rank}")
+    for target in (None, elsewhere):
+        # Where the home folder is missing, full or read-only, this node's own disk may do.
+        with contextlib.suppress(OSError, RuntimeError):
+            path = dump(target, reason=reason)
+            break
+    else:
         return ""
     return (
         f"What this rank did last is in {path}; for all ranks that could write theirs: "

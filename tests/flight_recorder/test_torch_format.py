@@ -189,6 +189,13 @@ class TestFile:
         assert [each.name for each in tmp_path.iterdir()] == ["mine_3"]
         assert files.dump_for("a reason") == ""
 
+    def test_no_home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "/proc/there/rank_")
+        monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
+        with pytest.raises(OSError, match="/proc/there"):
+            flight_recorder.dump()
+        assert f"What this rank did last is in {tmp_path}/" in files.dump_for("a reason")
+
     def test_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/there/trace_")
         assert flight_recorder.dump() == tmp_path / "there" / f"trace_{rank()}"
