@@ -90,6 +90,8 @@ class Messages:
             sends: whether this rank sends it.
             other: the other rank in the group; negative: any.
         """
+        if other >= len(self._group.ranks) or (sends and other < 0):
+            return -1, 0  # there is no such rank, as the operation will say
         pair = (self._rank, other) if sends else (other, self._rank)
         source, count = self._counts.get(pair, (-1, 0))
         if source < 0:

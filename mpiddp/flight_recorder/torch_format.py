@@ -23,7 +23,7 @@ from mpiddp.flight_recorder import ring, sources
 from mpiddp.flight_recorder.call_text import describe, describe_dtype
 from mpiddp.flight_recorder.sources import BUCKETS, Source
 
-__all__ = ["VERSION", "as_dict", "as_json"]
+__all__ = ["VERSION", "as_dict", "as_json", "words_of"]
 
 VERSION = "2.10"
 
@@ -119,7 +119,7 @@ def _entry(
         "thread_id": str(thread),
         "thread_name": threads.get(thread, ""),
         "frames": [{"name": name, "filename": file, "line": line} for name, file, line in frames],
-        "words": _words(record, source),
+        "words": words_of(record, source),
     }
 
 
@@ -171,7 +171,8 @@ def _sizes(record: ring.Record, source: Source) -> tuple[list[Any], list[Any], l
     return given, others, dtypes
 
 
-def _words(record: ring.Record, source: Source) -> str:
+def words_of(record: ring.Record, source: Source) -> str:
+    """Return a record in words, such as "all_reduce(SUM) of float32 (3, 4)". Not collective."""
     call = record[3]
     if call is not None:
         return describe(call)

@@ -294,8 +294,9 @@ class OperationRunner(dist.ProcessGroup):
             work.event = event
         # A small message has gone at once, and the engine need not hear of it.
         if not work.is_completed():
-            if len(waited) == 1:
-                ring.attach(record, waited[0])
+            # Requests of one operation end at about the same time.
+            if waited:
+                ring.attach(record, waited[-1])
             for each in waited:
                 if not each.done:
                     self._requests.submit(each)

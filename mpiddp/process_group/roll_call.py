@@ -89,7 +89,7 @@ class RollCall:
         self._numbers = itertools.count(1)
         self._ending = threading.Event()
         # Called twice a second by the thread that answers.
-        self.watch: Callable[[], None] = lambda: None
+        self.watches: list[Callable[[], None]] = []
         # Messages that may not have left yet, with their memory.
         self._leaving: list[tuple[MPI.Request, bytes | bytearray]] = []
         self._leaving_lock = threading.Lock()
@@ -295,7 +295,8 @@ class RollCall:
                 # comes first, since files may be slow.
                 if asked:
                     files.dump_for("another rank has waited in vain")
-                self.watch()
+                for watch in self.watches:
+                    watch()
                 with self._leaving_lock:
                     self._leaving = [sent for sent in self._leaving if not sent[0].Test()]
             except MPI.Exception:

@@ -41,7 +41,7 @@ class Watchdog:
         self._record = -1
         # Seconds in which the record was the oldest, and after which it is spoken of.
         self._waited, self._next = 0.0, self._limit
-        roll_call.watch = self.look
+        roll_call.watches.append(self.look)
 
     def look(self) -> None:
         """Look at what is waited for, and say it if it is time."""

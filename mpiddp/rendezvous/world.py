@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpiddp.engine.requests import Requests
+    from mpiddp.process_group.dead_peers import DeadPeers
     from mpiddp.process_group.group import ProcessGroup
     from mpiddp.process_group.roll_call import RollCall
 
@@ -53,6 +54,7 @@ class _World:
     requests: Requests
     completion: FutureCompleter
     roll_call: RollCall
+    dead_peers: DeadPeers
     trigger: Trigger
     topology: Topology
     environment: dict[str, str]
@@ -152,6 +154,7 @@ def _make_world(own: MPI.Intracomm) -> None:
     global _world
     from mpiddp.engine.engine import Engine
     from mpiddp.engine.requests import Requests
+    from mpiddp.process_group.dead_peers import DeadPeers
     from mpiddp.process_group.roll_call import RollCall
     from mpiddp.process_group.watchdog import Watchdog
 
@@ -167,11 +170,14 @@ def _make_world(own: MPI.Intracomm) -> None:
     requests = Requests(engine, crowded=topology.crowded)
     roll_call = RollCall(own, threaded)
     Watchdog(roll_call)
+    dead_peers = DeadPeers(own)
+    roll_call.watches.append(dead_peers.look)
     _world = _World(
         own,
         requests,
         FutureCompleter(requests),
         roll_call,
+        dead_peers,
         Trigger(),
         topology,
         environment,
@@ -314,6 +320,7 @@ def _leave_world() -> None:
     world.completion.stop()
     world.requests.engine.stop()
     world.roll_call.free()
+    world.dead_peers.close()
     world.trigger.stop()
     if world.store is not None:
         world.store.close()

@@ -46,17 +46,17 @@ def run(folder: Path, source: str, seconds: float, ranks: int = 3, sleep: float 
 
 @pytest.mark.thorough(keep=1)
 def test_a_collective(tmp_path: Path) -> None:
-    """At 2 s and at 4 s, on the first rank that waits."""
+    """At 2 s, 4 s and perhaps 8 s, on the first rank that waits."""
     source = """
     if rank == 0:
         prepare()
     dist.all_reduce(torch.ones(4))
     print("all well")
     """
-    said = run(tmp_path, source, 2)
+    said = run(tmp_path, source, 2, sleep=10.0)
     line = PREAMBLE.count("\n")
-    assert len(said) == 2
-    for text, seconds in zip(said, ("2", "4"), strict=True):
+    assert len(said) in (2, 3)
+    for text, seconds in zip(said[:2], ("2", "4"), strict=True):
         waited = re.match(
             r"mpiddp: rank 1: all_reduce\(SUM\) of float32 \(4,\) on process group '0' has waited "
             r"(\d+) s for other ranks\. Rank 0 has not come \(last called: barrier, #\d+; "
@@ -64,7 +64,7 @@ def test_a_collective(tmp_path: Path) -> None:
             text,
         )
         assert waited is not None
-        assert int(seconds) <= int(waited[1]) <= int(seconds) + 1
+        assert int(seconds) <= int(waited[1]) <= int(seconds) + 2
 
 
 @pytest.mark.thorough

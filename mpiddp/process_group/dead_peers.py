@@ -1,0 +1,135 @@
+"""Notice ranks of this node that have ended, and end the job if this rank waits for one of them.
+
+mpirun ends a job when one of its processes dies. `srun` does so only with --kill-on-bad-exit, and a
+launcher that is gone cannot: without this, the others would wait until the time limit.
+A process that ends properly is in MPI_Finalize until all are, so nobody waits for it any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mpiddp.flight_recorder import ring, sources
+from mpiddp.flight_recorder.torch_format import words_of
+from mpiddp.mpi.abort import abort_job
+from mpiddp.mpi.nodes import ranks_of_node
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["DeadPeers"]
+
+# Seconds in which the launcher may end the job itself, and what has arrived may be read.
+_GRACE = 1.5
+# Seconds by which each further rank of a node waits longer, so that one speaks first.
+_STAGGER = 0.2
+_MOST_STAGGERED = 10
+
+# struct pidfd_info of linux/pidfd.h: the mask, 52 bytes of other facts, the exit status.
+_INFORMATION = struct.Struct("=Q52xi")
+_PIDFD_INFO_EXIT = 1 << 3
+_PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(PIDFS_IOCTL_MAGIC, 11, struct pidfd_info)
+
+
+@dataclass
+class _Peer:
+    rank: int
+    process_id: int
+    died: float = 0.0  # on the monotonic clock; 0: it lives
+
+
+class DeadPeers:
+    """Watches the other ranks of this node.
+
+    Collective over `communicator`.
+
+    Args:
+        communicator: of all ranks.
+    """
+
+    def __init__(self, communicator: MPI.Intracomm) -> None:
+        self._rank = communicator.Get_rank()
+        node = ranks_of_node(communicator)
+        self._patience = _GRACE + _STAGGER * min(node.Get_rank(), _MOST_STAGGERED)
+        # Their numbers mean something in the same namespace only: ranks may be in containers.
+        everyone = node.allgather((self._rank, os.getpid(), _namespace()))
+        self._peers: dict[int, _Peer] = {}
+        self._poll = select.poll()
+        for rank, process_id, namespace in everyone:
+            if rank != self._rank and namespace == _namespace() != 0:
+                # Some sandboxes, and Linux before 5.3, have no such descriptors.
+                with contextlib.suppress(OSError):
+                    descriptor = os.pidfd_open(process_id)
+                    self._peers[descriptor] = _Peer(rank, process_id)
+                    self._poll.register(descriptor, select.POLLIN)
+        # So nobody has ended, and its number is nobody else's, before all have looked.
+        node.Barrier()
+        node.Free()
+
+    def look(self) -> None:
+        """End the job if this rank has waited a while for one that is dead. Not collective."""
+        for descriptor, _ in self._poll.poll(0):
+            self._poll.unregister(descriptor)
+            self._peers[descriptor].died = time.monotonic()
+        for descriptor, peer in self._peers.items():
+            if peer.died and time.monotonic() - peer.died > self._patience:
+                waits = self._waits_for(peer.rank)
+                if waits:
+                    words = self._words(peer, _end_of(descriptor), waits)
+                    abort_job(1, lambda: print(words, file=sys.stderr, flush=True))  # noqa: B023
+
+    def close(self) -> None:
+        """Stop watching. Not collective."""
+        for descriptor in self._peers:
+            os.close(descriptor)
+        self._peers.clear()
+        self._poll = select.poll()
+
+    def _waits_for(self, rank: int) -> str:
+        """Return in words what this rank waits for that needs `rank`; "" if nothing."""
+        known = sources.known()
+        for record in ring.snapshot():
+            source = known.get(record[1])
+            if record[8] == 0 and source is not None and rank in source.ranks:
+                return f"{words_of(record, source)} of group {source.name!r}"
+        return ""
+
+    def _words(self, peer: _Peer, end: str, waits: str) -> str:
+        return (
+            f"mpiddp: rank {self._rank}: rank {peer.rank} (process {peer.process_id} on "
+            f"{socket.gethostname()}) {end}, and this rank waits for its part of {waits}. "
+            f"The job ends"
+        )
+
+
+def _end_of(descriptor: int) -> str:
+    """Return how the process of a pidfd has ended, as far as Linux (6.15 or newer) tells."""
+    information = bytearray(_INFORMATION.size)
+    _INFORMATION.pack_into(information, 0, _PIDFD_INFO_EXIT, 0)
+    try:
+        fcntl.ioctl(descriptor, _PIDFD_GET_INFO, information)
+    except OSError:
+        return "has ended"
+    mask, status = _INFORMATION.unpack(information)
+    if not mask & _PIDFD_INFO_EXIT:
+        return "has ended"
+    if os.WIFSIGNALED(status):
+        return f"was ended by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"has ended with status {os.WEXITSTATUS(status)}"
+
+
+def _namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
