@@ -24,8 +24,9 @@ class Table:
     """An embedding on worker0, one for each trainer."""
 
     def __init__(self):
-        torch.manual_seed(3)
-        self.embedding = nn.EmbeddingBag(20, 8)
+        # A thread of RPC runs this while worker0 makes its model: the process's generator is not ours.
+        weight = torch.randn(20, 8, generator=torch.Generator().manual_seed(3))
+        self.embedding = nn.EmbeddingBag.from_pretrained(weight, freeze=False)
 
     def look_up(self, words):
         return self.embedding(words)
