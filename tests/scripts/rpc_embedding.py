@@ -24,7 +24,7 @@ class Table:
     """An embedding on worker0, one for each trainer."""
 
     def __init__(self):
-        # A thread of RPC runs this while worker0 makes its model: the process's generator is not ours.
+        # Not the process's generator: a thread of RPC runs this while worker0 makes its model.
         weight = torch.randn(20, 8, generator=torch.Generator().manual_seed(3))
         self.embedding = nn.EmbeddingBag.from_pretrained(weight, freeze=False)
 
