@@ -27,7 +27,7 @@ _check_loaded_library()
 
 from torch.distributed import Backend as _Backend  # noqa: E402
 
-from mpiddp import compression  # noqa: E402
+from mpiddp import checkpoint, compression  # noqa: E402
 from mpiddp.data_parallel.wrapper import DataParallel  # noqa: E402
 from mpiddp.ddp import logger  # noqa: E402
 from mpiddp.ddp.sync_batch_norm import SyncBatchNorm  # noqa: E402
@@ -55,6 +55,7 @@ __all__ = [
     "Topology",
     "__version__",
     "compiled_against",
+    "checkpoint",
     "compression",
     "destroy_process_group",
     "get_topology",

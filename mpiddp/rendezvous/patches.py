@@ -6,6 +6,7 @@
 - ``split_group``: torch's own splits NCCL's communicators and refuses where there is no
   accelerator. For groups of mpiddp, the members of each part create their own group.
 - ``monitored_barrier``: torch's own handles only Gloo's groups.
+- ``checkpoint.async_save``: see asynchronous_saves.py.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from mpiddp.mpi import nodes, uncaught
-from mpiddp.rendezvous import world
+from mpiddp.rendezvous import asynchronous_saves, world
 from mpiddp.torch_internals.patching import replace_function
 from mpiddp.torch_internals.versions import new_group_in_order
 
@@ -42,6 +43,7 @@ def install() -> None:
     replace_function(dist.init_process_group, _completing)
     replace_function(dist.monitored_barrier, _with_mpiddp)
     replace_function(dist.split_group, _splitting)
+    asynchronous_saves.install()
 
 
 def names_mpiddp(backend: object) -> bool:

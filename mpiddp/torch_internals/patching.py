@@ -11,12 +11,16 @@ that keeps the function in a closure. Changing it there reaches them all.
 from __future__ import annotations
 
 import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
-__all__ = ["replace_function"]
+__all__ = ["replace_function", "when_imported"]
 
 Function = Callable[..., Any]
 
@@ -52,3 +56,45 @@ def _cell_of_wrapped(held: Function) -> Any:
         if value is held.__wrapped__ or getattr(value, "__wrapped__", None) is held.__wrapped__:
             return cell
     return None
+
+
+def when_imported(name: str, change: Callable[[ModuleType], None]) -> None:
+    """Call ``change(module)`` once the module is imported, at once if it is. Not collective.
+
+    So a module of torch that few programs use, and that takes long to import, is not imported for
+    all. A name that this torch does not have is never imported.
+    """
+    if name in sys.modules:
+        change(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Watching(name, change))
+
+
+class _Watching(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds one module as the other finders do, and changes it after it has run."""
+
+    def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
+        self._name, self._change = name, change
+        self._loader: Any = None
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            self._loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        # From here on it is an ordinary module of its own loader.
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._change(module)

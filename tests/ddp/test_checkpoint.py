@@ -102,9 +102,13 @@ def sharded(mesh: DeviceMesh, seed: int) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-@pytest.mark.parametrize("how", ["waiting", "in the background"])
+@pytest.mark.parametrize("how", ["waiting", "in the background", "with the group of training"])
 def test_sharded_model(how, mpi_tmp_path, gloo):
-    """Each rank writes its shard, and what was written with us is read with Gloo."""
+    """Each rank writes its shard, and what was written with us is read with Gloo.
+
+    A save in the background calls collectives in a second thread, in another order on each rank
+    than training's: they must neither wait for each other nor meet.
+    """
     ours = init_device_mesh("cpu", (SIZE,))
     theirs = init_device_mesh("cpu", (SIZE,), backend_override={0: "gloo"})
     model = sharded(ours, 1)
@@ -113,16 +117,19 @@ def test_sharded_model(how, mpi_tmp_path, gloo):
     if how == "waiting":
         dcp.save(model.state_dict(), checkpoint_id=path)
     else:
-        own = dist.new_group()
+        own = dist.new_group() if how == "in the background" else None
         saving = dcp.async_save(model.state_dict(), checkpoint_id=path, process_group=own)
         # Collectives go on meanwhile; the parameters that were saved are those of before.
-        for _ in range(20):
-            dist.all_reduce(torch.ones(100))
+        for number in range(100):
+            ones = torch.full((100,), float(number))
+            dist.all_reduce(ones)
+            assert ones.eq(number * SIZE).all()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
         saving.result()
-        dist.destroy_process_group(own)
+        if own is not None:
+            dist.destroy_process_group(own)
     dist.barrier()
     for mesh in (ours, theirs):
         again = sharded(mesh, 2)

@@ -1,0 +1,14 @@
+"""Checkpoints that survive: whole or not there, checked when they are read, the last ones kept.
+
+    checkpoint.save({"model": ..., "optimizer": ...}, "checkpoints", step=1200)
+    found = checkpoint.load("checkpoints")  # None: there is none
+
+They need torch.distributed only, so they work on groups of any backend, and without one.
+
+May import: the leaves. Must never write where a whole checkpoint lies.
+"""
+
+from mpiddp.checkpoint.loading import Checkpoint, load
+from mpiddp.checkpoint.saving import async_save, save
+
+__all__ = ["Checkpoint", "async_save", "load", "save"]

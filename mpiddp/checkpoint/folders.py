@@ -1,0 +1,144 @@
+"""The folders of checkpoints.
+
+    checkpoints/
+        000007-step-1200/            whole
+            state.pt                 or what torch.distributed.checkpoint writes
+            SHA256SUMS               `sha256sum -c SHA256SUMS` checks it too
+        .000008-step-1300.writing/   under way, or left by a job that was killed
+
+A checkpoint gets its name in one step, by a rename, after all its bytes are on the disk. The first
+number counts saves: what is saved last is the newest, also when a job begins anew with step 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["STATE", "Entry", "begin", "entries", "finish", "prune", "sha256", "sync", "verify"]
+
+STATE = "state.pt"
+SUMS = "SHA256SUMS"
+_NAME = re.compile(r"(\d{6,})-step-(-?\d+)")
+_WRITING, _REMOVING = ".writing", ".removing"
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """One whole checkpoint.
+
+    Attributes:
+        number: counts the saves into its root.
+        step: what the user called it.
+        path: its folder.
+        sharded: whether torch.distributed.checkpoint wrote it.
+    """
+
+    number: int
+    step: int
+    path: Path
+    sharded: bool
+
+
+def entries(root: Path) -> list[Entry]:
+    """Return the checkpoints in `root`, the newest first. Not collective."""
+    found = []
+    if root.is_dir():
+        for path in root.iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match:
+                sharded = (path / ".metadata").exists()
+                found.append(Entry(int(match[1]), int(match[2]), path, sharded))
+    return sorted(found, reverse=True)
+
+
+def begin(root: Path, step: int) -> Path:
+    """Return a new folder in which a checkpoint may be written. Not collective."""
+    root.mkdir(parents=True, exist_ok=True)
+    known = entries(root)
+    name = f"{known[0].number + 1 if known else 1:06d}-step-{step}"
+    writing = root / f".{name}{_WRITING}"
+    if writing.exists():
+        shutil.rmtree(writing)
+    writing.mkdir()
+    return writing
+
+
+def finish(writing: Path, sums: dict[str, str]) -> Path:
+    """Give a folder of `begin` its name, once its files are on the disk. Not collective.
+
+    Args:
+        writing: the folder.
+        sums: the sha256 of each of its files.
+
+    Returns:
+        the checkpoint's folder.
+    """
+    text = "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
+    (writing / SUMS).write_text(text)
+    sync(writing / SUMS)
+    sync(writing)
+    whole = writing.with_name(writing.name.removeprefix(".").removesuffix(_WRITING))
+    writing.rename(whole)
+    sync(whole.parent)
+    return whole
+
+
+def prune(root: Path, keep: int) -> None:
+    """Remove all but the newest `keep`, and what older saves left half-written. Not collective."""
+    known = entries(root)
+    for entry in known[keep:]:
+        # Its name goes first: what is removed halfway is no checkpoint any more.
+        removing = root / f".{entry.path.name}{_REMOVING}"
+        entry.path.rename(removing)
+        shutil.rmtree(removing)
+    newest = known[0].number if known else 0
+    for path in root.glob(".*"):
+        match = _NAME.fullmatch(path.name.removeprefix(".").partition(".")[0])
+        if match and int(match[1]) <= newest and path.suffix in (_WRITING, _REMOVING):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def sha256(path: Path) -> str:
+    """Return the digest of a file. Not collective."""
+    digest = hashlib.sha256()
+    block = bytearray(_BLOCK)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(memoryview(block)[:count])
+    return digest.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Return when a file, or a folder's list of names, is on the disk. Not collective."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def verify(folder: Path, share: int = 0, shares: int = 1) -> str:
+    """Return what is wrong with a checkpoint, "" if nothing is. Not collective.
+
+    Args:
+        folder: the checkpoint.
+        share: which part of its files to read.
+        shares: how many parts there are.
+    """
+    try:
+        lines = sorted((folder / SUMS).read_text().splitlines())
+        for line in lines[share::shares]:
+            digest, _, name = line.partition("  ")
+            if sha256(folder / name) != digest:
+                return f"the sha256 of {name} is not the one in {SUMS}"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError) as error:
+        return f"it cannot be read ({type(error).__name__}: {error})"
+    return "" if lines else f"{SUMS} is empty"

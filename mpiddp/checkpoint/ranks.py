@@ -1,0 +1,136 @@
+"""What the ranks of a checkpoint's group tell each other; without torch.distributed, one rank."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mpiddp.checkpoint.trees import leaves, map_leaves
+
+__all__ = ["Ranks", "raise_together", "twin_of"]
+
+# The groups that background threads use, of the groups that were given.
+_twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+    weakref.WeakKeyDictionary()
+)
+
+# Smaller tensors travel with the pickled rest of the state.
+_LARGE = 1 << 16
+
+
+class Ranks:
+    """The ranks of `group`, or this process alone where torch.distributed is not initialised.
+
+    Attributes:
+        rank: this process's, in the group.
+        count: how many there are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        alone = not (dist.is_available() and dist.is_initialized())
+        self.rank = 0 if alone else dist.get_rank(group)
+        self.count = 1 if alone else dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in the group that it saves or loads with"
+            )
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks. Collective."""
+        if self.count == 1:
+            return [value]
+        values = [None] * self.count
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def from_first(self, value: Any) -> Any:
+        """Return the first rank's value. Collective."""
+        if self.count == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=self._first(), group=self._group)
+        return values[0]
+
+    def state_from_first(self, state: Any) -> Any:
+        """Return the first rank's state, with tensors of its own on each rank. Collective."""
+        if self.count == 1:
+            return state
+        large = iter([leaf for leaf in leaves(state) if _travels_alone(leaf)])
+        described = self.from_first(
+            map_leaves(state, lambda leaf: _Absent(leaf) if _travels_alone(leaf) else leaf)
+        )
+
+        def arrived(leaf: Any) -> Any:
+            if not isinstance(leaf, _Absent):
+                return leaf
+            tensor = next(large) if self.rank == 0 else leaf.empty()
+            flat = tensor.detach().contiguous().reshape(-1)
+            dist.broadcast(flat.view(torch.uint8), src=self._first(), group=self._group)
+            return tensor if self.rank == 0 else flat.view(tensor.shape)
+
+        return map_leaves(described, arrived)
+
+    def _first(self) -> int:
+        return 0 if self._group is None else dist.get_global_rank(self._group, 0)
+
+
+class _Absent:
+    """Stands for a tensor in what is pickled."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+
+    def empty(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype)
+
+
+def _travels_alone(value: object) -> bool:
+    return (
+        type(value) is Tensor
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not value.is_quantized
+        and not value.is_conj()
+        and not value.is_neg()
+        and value.nbytes >= _LARGE
+    )
+
+
+def raise_together(ranks: Ranks, error: BaseException | None, what: str) -> None:
+    """Raise on all ranks if one has an error: its own, or one that names the others. Collective.
+
+    Args:
+        ranks: who is asked.
+        error: of this rank, None where all went well.
+        what: that could not be done, such as "save a checkpoint".
+
+    Raises:
+        RuntimeError: another rank has an error.
+    """
+    told = ranks.gather(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+    if failed:
+        raise RuntimeError(f"rank {ranks.rank} cannot {what}: {failed[0]}")
+
+
+def twin_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return a group of the same ranks, the same one each time; None without torch.distributed.
+
+    Collective over `group` when it is made.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    original = dist.group.WORLD if group is None else group
+    assert original is not None
+    if original not in _twins:
+        _twins[original] = dist.new_group(
+            dist.get_process_group_ranks(original), use_local_synchronization=True
+        )
+    return _twins[original]

@@ -1,0 +1,214 @@
+"""Save a checkpoint: by one writer, or by all ranks where the state is sharded."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpiddp.checkpoint import folders
+from mpiddp.checkpoint.ranks import Ranks, raise_together, twin_of
+from mpiddp.checkpoint.sharded import is_sharded
+from mpiddp.checkpoint.trees import copied
+
+__all__ = ["async_save", "save"]
+
+# The one thread that writes in the background, and what it did last.
+_background: concurrent.futures.ThreadPoolExecutor | None = None
+_last: Future[Path | None] | None = None
+
+
+def save(
+    state: Any,
+    root: str | os.PathLike[str],
+    *,
+    step: int,
+    keep: int = 3,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Save `state` as the newest checkpoint in `root`, and return when it is on the disk.
+
+    Collective. A job that is killed meanwhile leaves the checkpoints that were there.
+
+    Args:
+        state: what `torch.save` takes, in dicts, lists and tuples. The first rank writes its own;
+            what other ranks give is ignored. With sharded tensors in it (DTensor, ShardedTensor)
+            it is a dict on all ranks, written by `torch.distributed.checkpoint.save`.
+        root: a folder that all ranks see under this name, made where it is missing. For a state
+            that is not sharded only the first rank needs it.
+        step: returned by `load`; the same on all ranks.
+        keep: how many checkpoints stay, this one included; the oldest go.
+        group: the ranks that save together; default: all.
+
+    Returns:
+        the checkpoint's folder.
+
+    Raises:
+        OSError: the first rank could not write, such as on a full disk.
+        RuntimeError: another rank could not; ranks gave other steps; the last `async_save` failed.
+        ValueError: `keep` is less than 1.
+    """
+    ranks = Ranks(group)
+    sharded = _agree(ranks, state, step, keep)
+    if sharded:
+        return _save_sharded(state, Path(root), step, keep, group)
+    path, error = None, None
+    if ranks.rank == 0:
+        try:
+            path = _write(state, Path(root), step, keep)
+        except Exception as failure:
+            error = failure
+    raise_together(ranks, error, "save a checkpoint")
+    saved: Path = ranks.from_first(path)
+    return saved
+
+
+def async_save(
+    state: Any,
+    root: str | os.PathLike[str],
+    *,
+    step: int,
+    keep: int = 3,
+    group: dist.ProcessGroup | None = None,
+) -> Future[Path | None]:
+    """Copy `state`, and save the copy while training goes on. Collective.
+
+    If the one before is still being written, it is waited for. `save` waits as well, and the end of
+    the program does.
+
+    Args:
+        state: see `save`; it may change as soon as this returns.
+        root: see `save`.
+        step: see `save`.
+        keep: see `save`.
+        group: see `save`.
+
+    Returns:
+        a future of the checkpoint's folder; without sharded tensors it is None on all ranks but
+        the first. ``result()`` raises what went wrong.
+
+    Raises:
+        RuntimeError: ranks gave other steps, or the last asynchronous save has failed.
+        ValueError: `keep` is less than 1.
+    """
+    global _background, _last
+    ranks = Ranks(group)
+    sharded = _agree(ranks, state, step, keep)
+    if _background is None:
+        _background = concurrent.futures.ThreadPoolExecutor(1, "mpiddp checkpoint")
+    if sharded:
+        # On a group of its own: collectives of two threads have no common order on all ranks.
+        twin = twin_of(group)
+        arguments = copied(state), Path(root), step, keep, twin
+        _last = _background.submit(_save_sharded, *arguments)
+    elif ranks.rank == 0:
+        _last = _background.submit(_write, copied(state), Path(root), step, keep)
+    else:
+        _last = Future()
+        _last.set_result(None)
+    return _last
+
+
+def _agree(ranks: Ranks, state: Any, step: int, keep: int) -> bool:
+    """Return whether the state is sharded, once the last asynchronous save has ended. Collective.
+
+    Raises:
+        RuntimeError: ranks differ, or that save has failed.
+        ValueError: `keep` is less than 1.
+    """
+    global _last
+    if keep < 1:
+        raise ValueError(f"keep must be 1 or more, not {keep}")
+    last, _last = _last, None
+    failure = None
+    if last is not None:
+        with contextlib.suppress(Exception):
+            last.result()
+        failure = last.exception()
+    sharded = is_sharded(state)
+    told = ranks.gather((step, sharded, None if failure is None else repr(failure)))
+    failed = [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(told) if text]
+    if failed:
+        raise RuntimeError(f"the last asynchronous save has failed: {failed[0]}") from failure
+    for rank, (its_step, its_sharded, _) in enumerate(told):
+        if its_step != told[0][0]:
+            raise RuntimeError(f"rank 0 saves step {told[0][0]}, rank {rank} step {its_step}")
+        if its_sharded != told[0][1]:
+            raise RuntimeError(
+                f"the state has sharded tensors on rank {rank if its_sharded else 0}, but not on "
+                f"rank {0 if its_sharded else rank}"
+            )
+    return sharded
+
+
+def _write(state: Any, root: Path, step: int, keep: int) -> Path:
+    """Save a state by this process alone. Not collective."""
+    writing = folders.begin(root, step)
+    try:
+        file = writing / folders.STATE
+        torch.save(state, file)
+        folders.sync(file)
+        path = folders.finish(writing, {file.name: folders.sha256(file)})
+    except BaseException:
+        shutil.rmtree(writing, ignore_errors=True)
+        raise
+    folders.prune(root, keep)
+    return path
+
+
+def _save_sharded(
+    state: Any, root: Path, step: int, keep: int, group: dist.ProcessGroup | None
+) -> Path:
+    """Save each rank's shards. Collective."""
+    from torch.distributed import checkpoint as dcp
+
+    ranks = Ranks(group)
+    writing, error = None, None
+    if ranks.rank == 0:
+        try:
+            writing = folders.begin(root, step)
+        except OSError as failure:
+            error = failure
+    raise_together(ranks, error, "save a checkpoint")
+    writing = ranks.from_first(writing)
+    assert writing is not None
+    dcp.save(state, checkpoint_id=writing, process_group=group)
+    return _finish_together(root, writing, keep, ranks)
+
+
+def _finish_together(root: Path, writing: Path, keep: int, ranks: Ranks) -> Path:
+    """Give the checkpoint its name once each rank's files are on the disk. Collective."""
+    path, error, sums = None, None, {}
+    try:
+        for name in _files_of(writing, ranks.rank):
+            folders.sync(writing / name)
+            sums[name] = folders.sha256(writing / name)
+    except OSError as failure:
+        error = failure
+    raise_together(ranks, error, "save a checkpoint")
+    everyones = ranks.gather(sums)
+    if ranks.rank == 0:
+        try:
+            path = folders.finish(writing, {n: s for each in everyones for n, s in each.items()})
+            folders.prune(root, keep)
+        except OSError as failure:
+            error = failure
+    raise_together(ranks, error, "save a checkpoint")
+    named: Path = ranks.from_first(path)
+    return named
+
+
+def _files_of(writing: Path, rank: int) -> list[str]:
+    """Return the names of the files that a rank has written. Not collective."""
+    names = [each.name for each in writing.iterdir()]
+    mine = [name for name in names if name.startswith(f"__{rank}_")]
+    if rank == 0:  # it also writes the list of all shards, .metadata
+        mine += [name for name in names if not name.startswith("__")]
+    return sorted(mine)

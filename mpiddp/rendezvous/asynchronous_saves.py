@@ -1,0 +1,62 @@
+"""Give torch.distributed.checkpoint.async_save a group of its own where the group is mpiddp's.
+
+It calls collectives from a second thread. If training used the same group meanwhile, the order of
+collectives would differ from rank to rank: with Gloo as with MPI, tensors would arrive in wrong
+places, or nowhere. So a save runs on a group of the same ranks that nothing else uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed as dist
+
+from mpiddp.process_group.group import ProcessGroup
+from mpiddp.torch_internals.patching import when_imported
+
+__all__ = ["install"]
+
+_MODULE = "torch.distributed.checkpoint._async_thread_executor"
+
+# The group that saves of a group use, and the last save on it.
+_twins: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, Future[Any] | None]]
+_twins = weakref.WeakKeyDictionary()
+
+
+def install() -> None:
+    """Change what async_save runs in its thread. Not collective.
+
+    From then on the call itself is collective over its group, as torch documents it.
+    """
+    when_imported(_MODULE, _change)
+
+
+def _change(module: Any) -> None:
+    executor = module._ThreadBasedAsyncCheckpointExecutor
+    executor.execute_save = _on_a_twin(executor.execute_save)
+
+
+def _on_a_twin(torchs: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
+    def execute_save(self: Any, *args: Any, **kwargs: Any) -> Future[Any]:
+        group = kwargs.get("process_group")
+        if group is None and dist.is_initialized():
+            group = dist.group.WORLD
+        if not isinstance(group, ProcessGroup) or kwargs.get("no_dist"):
+            return torchs(self, *args, **kwargs)
+        twin, last = _twins.get(group, (None, None))
+        if twin is None:
+            twin = dist.new_group(
+                dist.get_process_group_ranks(group), use_local_synchronization=True
+            )
+        if last is not None:
+            with contextlib.suppress(Exception):  # it has been told to whoever holds the future
+                last.result()
+        saving = torchs(self, *args, **{**kwargs, "process_group": twin})
+        _twins[group] = (twin, saving)
+        return saving
+
+    return execute_save
