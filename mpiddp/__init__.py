@@ -34,6 +34,7 @@ from mpiddp.ddp.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from mpiddp.ddp.wrapper import DistributedDataParallel  # noqa: E402
 from mpiddp.mpi.nodes import Topology  # noqa: E402
 from mpiddp.optim import node_optimizer as _node_optimizer  # noqa: E402, F401
+from mpiddp import preemption  # noqa: E402
 from mpiddp.rendezvous import patches as _patches  # noqa: E402
 from mpiddp.rendezvous.world import (  # noqa: E402
     BACKEND,
@@ -61,4 +62,5 @@ __all__ = [
     "get_topology",
     "init_process_group",
     "optim",
+    "preemption",
 ]

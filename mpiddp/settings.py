@@ -17,6 +17,7 @@ __all__ = [
     "DEVICE_TRANSPORT",
     "DUMP_SIGNAL",
     "KERNELS",
+    "PREEMPTION_SIGNALS",
     "PROGRESS_THREAD",
     "SETTINGS",
     "STALL_SECONDS",
@@ -96,6 +97,12 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise ValueError
     return seconds
+
+
+def _signals(text: str) -> tuple[int, ...]:
+    """Return the numbers of signals with commas between them."""
+    numbers = (_signal(name.strip()) for name in text.split(","))
+    return tuple(number for number in numbers if number)
 
 
 def _signal(text: str) -> int:
@@ -186,6 +193,16 @@ DUMP_SIGNAL: Setting[int] = Setting(
     _signal,
     signal.SIGRTMIN + 6,
 )
+PREEMPTION_SIGNALS = Setting(
+    "MPIDDP_PREEMPTION_SIGNALS",
+    "names of signals with commas between them, such as USR2,TERM, or none",
+    "USR1,USR2,TERM",
+    "The signals that announce the end of the job to a program that calls "
+    "`mpiddp.preemption.install()`.",
+    False,
+    _signals,
+    (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM),
+)
 STALL_SECONDS: Setting[float] = Setting(
     "MPIDDP_STALL_SECONDS",
     "a positive number, or none",
@@ -215,6 +232,7 @@ SETTINGS: tuple[Setting[Any], ...] = (
     KERNELS,
     DEBUG,
     DUMP_SIGNAL,
+    PREEMPTION_SIGNALS,
     STALL_SECONDS,
     TRIAL_SECONDS,
 )

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,19 @@ BACKEND = "mpiddp"
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
+class Companion(Protocol):
+    """What lives as long as a world of several ranks."""
+
+    def look(self) -> None:
+        """Look for messages. Called twice a second, in a thread, if there are threads."""
+
+    def end(self) -> None:
+        """Free what it has. Collective; called by destroy_process_group."""
+
+    def leave(self) -> None:
+        """Stop. Not collective; called at the interpreter's exit without the former."""
+
+
 @dataclass
 class _World:
     """What init_process_group made and destroy_process_group takes apart."""
@@ -62,6 +75,7 @@ class _World:
     store: LazyStore | None = None
     started: bool = False
     groups: list[weakref.ref[ProcessGroup]] = field(default_factory=list)
+    companions: list[Companion] = field(default_factory=list)
 
 
 _world: _World | None = None
@@ -259,6 +273,25 @@ def get_topology() -> Topology:
     return _world.topology
 
 
+def accompany(companion: Companion) -> None:
+    """Let `companion` live as long as the world. Not collective."""
+    if _world is None:
+        raise RuntimeError("there is a world after mpiddp.init_process_group()")
+    _world.companions.append(companion)
+    _world.roll_call.watches.append(companion.look)
+
+
+def communicator() -> MPI.Intracomm:
+    """Return the world's communicator, to be duplicated. Not collective.
+
+    Raises:
+        RuntimeError: init_process_group has not been called.
+    """
+    if _world is None:
+        raise RuntimeError("call mpiddp.init_process_group() first")
+    return _world.communicator
+
+
 def create_process_group(options: Any, backend_options: Any = None) -> ProcessGroup:
     """Make the process group that torch.distributed asks for, as its registered creator.
 
@@ -317,6 +350,8 @@ def _leave_world() -> None:
     atexit.unregister(_stop_at_exit)
     if forks.forked():
         return  # the threads are not here, and MPI is the parent's
+    for companion in world.companions:
+        companion.end()
     world.completion.stop()
     world.requests.engine.stop()
     world.roll_call.free()
@@ -340,6 +375,8 @@ def _stop_at_exit() -> None:
         return
     uncaught.check_end()
     uncaught.unwatch()  # threads that still run may meet what is stopped here
+    for companion in _world.companions:
+        companion.leave()
     _world.completion.stop()
     _world.requests.engine.stop()
     _world.roll_call.stop()

@@ -1,0 +1,146 @@
+"""Let all ranks stop at the same step, without a message as long as nobody wants to stop.
+
+Note [Agreement]
+~~~~~~~~~~~~~~~~
+Every rank counts its checks, one a step. Ranks are in different steps, and none may stop where
+another one has gone on: its gradients would be waited for. So
+
+1. the rank that is to stop tells the first rank, the leader;
+2. the leader asks all. Each answers with its last check, and from then on holds: its next check
+   waits for the decision;
+3. once all have answered, the leader tells them the check at which they stop: the one after the
+   largest that it was told. Nobody has passed that, because all hold.
+
+Messages are looked for by the thread that also answers the roll call, wherever the program is, and
+by a check that waits. A rank that leaves says so, and is asked no more; if the leader leaves, all go
+on without end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+import time
+
+from mpi4py import MPI
+
+__all__ = ["Agreement"]
+
+# Tags. To the leader: that this rank is to stop, which check it was at, that it leaves. From it:
+# the question, and the decision.
+_WANTED, _ASKED, _ANSWERED, _DECIDED, _LEFT = range(1, 6)
+_CHECK = struct.Struct("<q")
+# A check that nobody reaches.
+_NEVER = 2**62
+# Seconds between two looks for the decision.
+_NAP = 0.002
+
+
+class Agreement:
+    """One agreement on one check. Collective over `communicator`.
+
+    Args:
+        communicator: of all ranks; it is duplicated.
+    """
+
+    def __init__(self, communicator: MPI.Intracomm) -> None:
+        self._communicator = communicator.Dup()
+        self._communicator.Set_name("mpiddp preemption")
+        self._communicator.Set_errhandler(MPI.ERRORS_RETURN)
+        self._rank, self._size = self._communicator.Get_rank(), self._communicator.Get_size()
+        self._lock = threading.RLock()
+        self._wanted = self._told = self._asked = False
+        self._checks = 0
+        self._holding = False
+        self._decided = _NEVER
+        # The leader's: the last check of each rank that has answered or left.
+        self._answers: dict[int, int] = {}
+        self._leaving: list[tuple[MPI.Request, bytes]] = []
+
+    def want(self) -> None:
+        """Ask to stop soon. Not collective; it may be called in a signal handler."""
+        self._wanted = True
+
+    def check(self) -> bool:
+        """Return whether to stop here; every rank asks equally often. Not collective."""
+        with self._lock:
+            self._checks += 1
+            holding = self._holding
+        while holding and self._decided == _NEVER:
+            self.look()
+            holding = self._holding
+            time.sleep(_NAP)
+        return self._checks >= self._decided
+
+    def look(self) -> None:
+        """Take in the messages that have come, and send what is due. Not collective."""
+        with self._lock:
+            if self._communicator == MPI.COMM_NULL:
+                return
+            with contextlib.suppress(MPI.Exception):  # of a rank that has ended
+                self._take_in()
+                self._send_what_is_due()
+            self._leaving = [sent for sent in self._leaving if not sent[0].Test()]
+
+    def leave(self) -> None:
+        """Answer no more, since this process ends. Not collective."""
+        with self._lock, contextlib.suppress(MPI.Exception):
+            if self._rank == 0:
+                self._decide(_NEVER)
+            else:
+                self._send(0, _LEFT, self._checks)
+
+    def free(self) -> None:
+        """Free the communicator once nobody waits for an answer. Collective."""
+        everyone_is_here = self._communicator.Ibarrier()
+        while not everyone_is_here.Test():
+            self.look()
+            time.sleep(_NAP)
+        self.look()
+        with self._lock:
+            self._communicator.Free()
+
+    def _take_in(self) -> None:
+        status = MPI.Status()
+        while self._communicator.Iprobe(tag=MPI.ANY_TAG, status=status):
+            rank, tag = status.Get_source(), status.Get_tag()
+            data = bytearray(_CHECK.size)
+            self._communicator.Recv([data, MPI.BYTE], source=rank, tag=tag)
+            (value,) = _CHECK.unpack(data)
+            if tag == _WANTED:
+                self._wanted = True
+            elif tag == _ASKED:
+                self._holding = True
+                self._send(0, _ANSWERED, self._checks)
+            elif tag == _DECIDED:
+                self._decided, self._holding = value, False
+            elif tag == _ANSWERED or rank not in self._answers:
+                self._answers[rank] = value
+
+    def _send_what_is_due(self) -> None:
+        if not self._wanted:
+            return
+        if self._rank:
+            if not self._told:
+                self._told = True
+                self._send(0, _WANTED)
+            return
+        if not self._asked:
+            self._asked = self._holding = True
+            self._answers[0] = self._checks
+            for rank in range(1, self._size):
+                if rank not in self._answers:
+                    self._send(rank, _ASKED)
+        if self._decided == _NEVER and len(self._answers) == self._size:
+            self._decide(max(self._answers.values()) + 1)
+
+    def _decide(self, check: int) -> None:
+        self._decided, self._holding = check, False
+        for rank in range(1, self._size):
+            self._send(rank, _DECIDED, check)
+
+    def _send(self, rank: int, tag: int, value: int = 0) -> None:
+        data = _CHECK.pack(value)
+        request = self._communicator.Isend([data, MPI.BYTE], dest=rank, tag=tag)
+        self._leaving.append((request, data))

@@ -1,0 +1,104 @@
+"""Take the signals that announce a job's end, and tell all ranks at one step."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+from mpi4py import MPI
+
+from mpiddp import settings
+from mpiddp.preemption.agreement import Agreement
+from mpiddp.rendezvous import world
+
+__all__ = ["install", "requested"]
+
+
+class _Notice:
+    """What `install` makes; it lives as long as the world."""
+
+    def __init__(self, signals: Iterable[int]) -> None:
+        self._communicator = world.communicator()
+        self._agreement = Agreement(self._communicator)
+        self._threaded = settings.PROGRESS_THREAD.read() is not False
+        self._wanted = False
+        world.accompany(self)
+        self._before: dict[int, Any] = {}
+        for number in signals:
+            self._before[number] = signal.signal(number, self._handle)
+
+    def requested(self) -> bool:
+        if self._threaded:
+            return self._agreement.check()
+        self._wanted = self._communicator.allreduce(self._wanted, MPI.LOR)
+        return self._wanted
+
+    def look(self) -> None:
+        self._agreement.look()
+
+    def end(self) -> None:
+        self._forget()
+        self._agreement.free()
+
+    def leave(self) -> None:
+        self._forget()
+        self._agreement.leave()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._wanted = True
+        self._agreement.want()
+        before = self._before.get(number)
+        if callable(before):
+            before(number, frame)
+
+    def _forget(self) -> None:
+        global _notice
+        _notice = None
+        for number, before in self._before.items():
+            # A handler that came after ours stays; one that was not set in Python is not known.
+            if before is not None and signal.getsignal(number) == self._handle:
+                signal.signal(number, before)
+
+
+_notice: _Notice | None = None
+
+
+def install(signals: Iterable[int] | None = None) -> None:
+    """From now on take the signals that announce the end of the job.
+
+    Collective over the world. They no longer end the process: `requested` tells of them. A handler
+    that Python had for one of them is still called.
+
+    Args:
+        signals: which ones; the default is ``MPIDDP_PREEMPTION_SIGNALS``: USR1, USR2 and TERM.
+            On how many ranks they arrive does not matter.
+
+    Raises:
+        RuntimeError: there is no world of mpiddp; it was called before; or this is not the main
+            thread, the only one that may take signals in Python.
+    """
+    global _notice
+    if _notice is not None:
+        raise RuntimeError("mpiddp.preemption.install() has been called before")
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("call mpiddp.preemption.install() in the main thread")
+    _notice = _Notice(settings.PREEMPTION_SIGNALS.read() if signals is None else signals)
+
+
+def requested() -> bool:
+    """Return whether to save and end now: the same answer on all ranks.
+
+    Not collective, but every rank calls it equally often, such as once after each step. As long as
+    no signal has come it sends nothing. After one, the ranks agree on the step, which takes about a
+    second; from that step on it returns True. With ``MPIDDP_PROGRESS_THREAD=0`` it is collective:
+    each call is an all-reduce of one number.
+
+    Raises:
+        RuntimeError: `install` has not been called.
+    """
+    if _notice is None:
+        raise RuntimeError("call mpiddp.preemption.install() after init_process_group()")
+    return _notice.requested()
