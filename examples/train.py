@@ -1,7 +1,7 @@
 """Train a small convolutional net on handwritten digits, on any number of MPI ranks.
 
     mpirun -n 2 python examples/train.py
-    mpirun -n 2 python examples/train.py --checkpoint digits.pt --resume
+    mpirun -n 2 python examples/train.py --checkpoint digits --resume
 
 The data are scikit-learn's bundled 1,797 images of 8 x 8 pixels: nothing is downloaded.
 Comments starting with MPI mark what a script for one process would not have.
@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 import mpiddp
 from mpiddp import DistributedDataParallel as DDP
+from mpiddp import checkpoint, preemption
 
 
 def make_model() -> nn.Module:
@@ -85,16 +86,6 @@ def check_replicas(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def save_checkpoint(path: str, state: dict[str, object]) -> None:
-    """Write all of `state` to `path`, or leave what is there."""
-    temporary = f"{path}.tmp"  # in the same folder: os.replace is atomic within a file system
-    with open(temporary, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
 def main() -> None:
     """Train, evaluate after every epoch and compare the replicas. Collective."""
     parser = argparse.ArgumentParser(description="Train a digit classifier on MPI ranks.")
@@ -102,17 +93,21 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64, help="images a step, on all ranks")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--checkpoint", metavar="FILE", help="write FILE after every epoch")
+    parser.add_argument("--checkpoint", metavar="FOLDER", help="save there after every epoch")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if any")
+    parser.add_argument(
+        "--requeue", action="store_true", help="at SIGUSR1, back into SLURM's queue"
+    )
     parser.add_argument("--stop-after-epoch", type=int, metavar="N", help="as if interrupted there")
     args = parser.parse_args()
-    if args.resume and not args.checkpoint:
-        parser.error("--resume needs --checkpoint FILE")
+    if (args.resume or args.requeue) and not args.checkpoint:
+        parser.error("--resume and --requeue need --checkpoint FOLDER")
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # MPI: the ranks of a node share its cores
 
     mpiddp.init_process_group()  # MPI: from here on torch.distributed works
+    preemption.install()  # MPI: a signal on any rank is told to all
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
         print(f"world: {world_size} ranks on {mpiddp.get_topology().node_count} nodes", flush=True)
@@ -130,59 +125,79 @@ def main() -> None:
     model = ddp.module
     optimizer = torch.optim.SGD(ddp.parameters(), args.lr, momentum=0.9, weight_decay=5e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
-    first_epoch = 0
+    first_epoch = batches_done = 0
+    total_loss = torch.zeros(())
 
     if args.resume:
-        # MPI: only rank 0 looks for the file and the others get what it read. If each looked for
-        # itself, a slow network file system could make some resume and others start anew.
-        found: list[dict[str, Any] | None] = [None]
-        if rank == 0 and os.path.exists(args.checkpoint):
-            found = [torch.load(args.checkpoint, weights_only=True)]
-        dist.broadcast_object_list(found, src=0)
-        if state := found[0]:
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            scheduler.load_state_dict(state["scheduler"])
-            first_epoch = state["epoch"]
+        # MPI: rank 0 reads, and the others get what it has read.
+        found = checkpoint.load(args.checkpoint)
+        if found:
+            model.load_state_dict(found.state["model"])
+            optimizer.load_state_dict(found.state["optimizer"])
+            scheduler.load_state_dict(found.state["scheduler"])
+            first_epoch, batches_done = divmod(found.step, len(loader))
+            total_loss += found.state["loss"] if rank == 0 else 0
         if rank == 0:
-            done = f"{first_epoch} epochs are done" if found[0] else "not there, starting anew"
+            done = f"{first_epoch} epochs and {batches_done} batches are done"
+            done = done if found else "not there, starting anew"
             print(f"resume: {args.checkpoint}: {done}", flush=True)
+
+    def save(step: int) -> None:
+        """Save all that the steps after this one depend on. Collective."""
+        dist.all_reduce(total_loss)
+        total_loss.mul_(rank == 0)
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                 "scheduler": scheduler.state_dict(), "loss": total_loss}  # fmt: skip
+        checkpoint.save(state, args.checkpoint, step=step)
 
     last_epoch = min(args.epochs, args.stop_after_epoch or args.epochs)
     start = time.perf_counter()
     for epoch in range(first_epoch, last_epoch):
         sampler.set_epoch(epoch)  # MPI: another order each epoch, the same on all ranks
-        # The random state of an epoch depends on these three numbers alone, so a checkpoint needs
-        # no generator's state. MPI: each rank draws its own dropout.
-        torch.manual_seed((args.seed * 10_000 + epoch) * 10_000 + rank)
-        total_loss = torch.zeros(())
         bar = tqdm(
             desc=f"epoch {epoch + 1}/{args.epochs}",
             total=len(loader) * batch_size * world_size,
             unit=" samples",
             disable=rank != 0,  # MPI: one bar, not one for each rank
         )
-        for images, labels in loader:
+        for batch, (images, labels) in enumerate(loader):
+            bar.update(batch_size * world_size)
+            if epoch == first_epoch and batch < batches_done:
+                continue  # before the interruption
+            # The random state of a step depends on these numbers alone, so a checkpoint needs no
+            # generator's state. MPI: each rank draws its own dropout.
+            step = epoch * len(loader) + batch
+            torch.manual_seed((args.seed * 1_000_000 + step) * 10_000 + rank)
             loss = nn.functional.cross_entropy(ddp(images), labels)
             optimizer.zero_grad()
             loss.backward()  # MPI: gradients are averaged over the ranks meanwhile
             optimizer.step()
             total_loss += loss.detach()
             bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
-            bar.update(batch_size * world_size)
+            # MPI: all ranks get the same answer, in the same step.
+            if preemption.requested():
+                bar.close()
+                if args.checkpoint:
+                    save(step + 1)
+                if rank == 0:
+                    print(f"asked to end: saved after step {step + 1}", flush=True)
+                if args.requeue:
+                    preemption.requeue()
+                mpiddp.destroy_process_group()
+                return
         bar.close()
         scheduler.step()
 
         synchronise_buffers(model)
         accuracy = evaluate(model, test)
-        dist.all_reduce(total_loss)
+        loss_mean = total_loss.clone()
+        dist.all_reduce(loss_mean)
+        loss_mean /= len(loader) * world_size
         if rank == 0:
-            loss_mean = total_loss.item() / (len(loader) * world_size)
             print(f"epoch {epoch + 1}: loss {loss_mean:.4f}, accuracy {accuracy:.2%}", flush=True)
-            if args.checkpoint:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                         "scheduler": scheduler.state_dict(), "epoch": epoch + 1}  # fmt: skip
-                save_checkpoint(args.checkpoint, state)
+        total_loss.zero_()
+        if args.checkpoint:
+            save((epoch + 1) * len(loader))
 
     accuracy = evaluate(model, test)
     digest = check_replicas(model)

@@ -27,14 +27,15 @@ _check_loaded_library()
 
 from torch.distributed import Backend as _Backend  # noqa: E402
 
-from mpiddp import checkpoint, compression  # noqa: E402
+from mpiddp import compression  # noqa: E402
+from mpiddp.checkpoint import saving as _saving  # noqa: E402, F401
 from mpiddp.data_parallel.wrapper import DataParallel  # noqa: E402
 from mpiddp.ddp import logger  # noqa: E402
 from mpiddp.ddp.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from mpiddp.ddp.wrapper import DistributedDataParallel  # noqa: E402
 from mpiddp.mpi.nodes import Topology  # noqa: E402
 from mpiddp.optim import node_optimizer as _node_optimizer  # noqa: E402, F401
-from mpiddp import preemption  # noqa: E402
+from mpiddp.preemption import notice as _notice  # noqa: E402, F401
 from mpiddp.rendezvous import patches as _patches  # noqa: E402
 from mpiddp.rendezvous.world import (  # noqa: E402
     BACKEND,
@@ -55,8 +56,8 @@ __all__ = [
     "SyncBatchNorm",
     "Topology",
     "__version__",
-    "compiled_against",
     "checkpoint",
+    "compiled_against",
     "compression",
     "destroy_process_group",
     "get_topology",

@@ -193,7 +193,7 @@ DUMP_SIGNAL: Setting[int] = Setting(
     _signal,
     signal.SIGRTMIN + 6,
 )
-PREEMPTION_SIGNALS = Setting(
+PREEMPTION_SIGNALS: Setting[tuple[int, ...]] = Setting(
     "MPIDDP_PREEMPTION_SIGNALS",
     "names of signals with commas between them, such as USR2,TERM, or none",
     "USR1,USR2,TERM",

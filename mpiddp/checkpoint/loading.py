@@ -75,9 +75,9 @@ def load(
         return Checkpoint(ranks.state_from_first(state), entry.step, entry.path)
     if into is None:
         raise TypeError(f"{entry.path} is sharded: give a state to fill, load(..., into=state)")
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-    dcp.load(into, checkpoint_id=entry.path, process_group=group)
+    dcp_load(into, checkpoint_id=entry.path, process_group=group)
     return Checkpoint(into, entry.step, entry.path)
 
 

@@ -167,7 +167,7 @@ def _save_sharded(
     state: Any, root: Path, step: int, keep: int, group: dist.ProcessGroup | None
 ) -> Path:
     """Save each rank's shards. Collective."""
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
     ranks = Ranks(group)
     writing, error = None, None
@@ -179,7 +179,7 @@ def _save_sharded(
     raise_together(ranks, error, "save a checkpoint")
     writing = ranks.from_first(writing)
     assert writing is not None
-    dcp.save(state, checkpoint_id=writing, process_group=group)
+    dcp_save(state, checkpoint_id=writing, process_group=group)
     return _finish_together(root, writing, keep, ranks)
 
 

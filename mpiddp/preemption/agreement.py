@@ -11,9 +11,9 @@ another one has gone on: its gradients would be waited for. So
 3. once all have answered, the leader tells them the check at which they stop: the one after the
    largest that it was told. Nobody has passed that, because all hold.
 
-Messages are looked for by the thread that also answers the roll call, wherever the program is, and
-by a check that waits. A rank that leaves says so, and is asked no more; if the leader leaves, all go
-on without end.
+Messages are looked for by the thread that also answers the roll call, wherever the program is,
+and by a check that waits. A rank that leaves says so, and is asked no more; if the leader leaves,
+all go on without end.
 """
 
 from __future__ import annotations

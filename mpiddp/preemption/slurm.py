@@ -16,8 +16,8 @@ _PATIENCE = 60
 def requeue() -> bool:
     """Let SLURM start this job again, from its batch script, as soon as there are nodes for it.
 
-    Not collective; the first rank acts. SLURM then ends the job's processes: save before, and return
-    from the program after. The job must be allowed to be requeued (``#SBATCH --requeue``).
+    Not collective; the first rank acts. SLURM then ends the job's processes: save before, and
+    return from the program after. The job must be allowed to be requeued (``#SBATCH --requeue``).
 
     Returns:
         whether this process is in a job of SLURM.

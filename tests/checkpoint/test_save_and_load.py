@@ -141,7 +141,7 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.parametrize(("damage", "word"), DAMAGES, ids=lambda each: getattr(each, "__name__", ""))
+@pytest.mark.parametrize(("damage", "word"), DAMAGES)
 def test_damaged(mpi_tmp_path, damage, word):
     """The last good one is taken, with a word about it; without a good one, an error."""
     good = checkpoint.save({"a": torch.ones(1000)}, mpi_tmp_path, step=1)
@@ -158,7 +158,7 @@ def test_damaged(mpi_tmp_path, damage, word):
         assert (found.step, found.path) == (1, good)
     if RANK == 0:
         damage_a_bit(good)
-    with pytest.raises(RuntimeError, match=r"all checkpoints in .* are damaged: 000002-step-2: .*; "):
+    with pytest.raises(RuntimeError, match=r"all checkpoints in .* are damaged: 000002-step-2"):
         checkpoint.load(mpi_tmp_path)
 
 

@@ -8,6 +8,9 @@ from types import ModuleType
 import mpirun
 import pytest
 import torch
+from script_runs import SCRIPTS
+
+from mpiddp import checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DIGEST = re.compile(r"^all (\d+) replicas hold the same bits: sha256 ([0-9a-f]{64})$", re.M)
@@ -58,22 +61,49 @@ def test_train_reaches_98_percent() -> None:
 @pytest.mark.timeout(300)
 def test_train_resumes_with_the_same_bits(tmp_path: Path) -> None:
     # On three ranks: the sum of two numbers is the same in any order, that of three is not.
-    checkpoint = tmp_path / "digits.pt"
+    folder = tmp_path / "digits"
     short = ("--epochs", 2, "--batch-size", 96)
     _, uninterrupted = run_example("train.py", 3, *short)
 
-    keep = ("--checkpoint", checkpoint, "--resume")
+    keep = ("--checkpoint", folder, "--resume")
     stdout, interrupted = run_example("train.py", 3, *short, *keep, "--stop-after-epoch", 1)
     assert "not there" in stdout
     assert interrupted != uninterrupted
-    assert torch.load(checkpoint, weights_only=True)["epoch"] == 1
+    found = checkpoint.load(folder)
+    assert found is not None
 
     stdout, resumed = run_example("train.py", 3, *short, *keep)
-    assert "1 epochs are done" in stdout
+    assert "1 epochs and 0 batches are done" in stdout
     assert "epoch 1:" not in stdout
     assert "epoch 2:" in stdout
     assert resumed == uninterrupted
-    assert [path.name for path in tmp_path.iterdir()] == ["digits.pt"]
+    last = checkpoint.load(folder)
+    assert last is not None
+    assert last.step == 2 * found.step
+    assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_train_ends_when_asked_and_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    """A signal to one rank in the middle of an epoch, and the next run goes on from that step."""
+    short = ("--epochs", 12, "--batch-size", 96)
+    _, uninterrupted = run_example("train.py", 3, *short)
+    script = [SCRIPTS / "signal_one_rank.py", "2", "5", EXAMPLES / "train.py"]
+    command = [*script, *map(str, short), "--checkpoint", tmp_path, "--resume"]
+    asked = []
+    same_bits = None
+    while same_bits is None:
+        done = mpirun.run(3, command, timeout=100)
+        assert done.returncode == 0, done.stderr
+        said = re.search(r"asked to end: saved after step (\d+)", done.stdout)
+        same_bits = DIGEST.search(done.stdout)
+        assert (said is None) != (same_bits is None)
+        if said:
+            asked.append(int(said[1]))
+    assert asked
+    assert asked == sorted(set(asked))
+    assert same_bits[2] == uninterrupted
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+
+from mpiddp import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "tests" / "lab" / "cluster"
@@ -23,6 +24,8 @@ SRUN = {
 }
 # The scripts are to need none of what a Makefile or an mpirun before them may have set.
 LEFT_OUT = ("OMPI_", "PRTE_", "PMIX_", "PMI_", "MPIR_", "MPICH_", "SLURM_", "OMP_")
+
+DIGEST = re.compile(r"^all 4 replicas hold the same bits: sha256 \w{64}$", re.M)
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -39,7 +42,7 @@ class Slurm:
         self.script = ROOT / "slurm" / SCRIPTS[mpi]
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(LEFT_OUT)}
         self.log = folder / "train.out"
-        self.checkpoint = folder / "digits.pt"
+        self.checkpoint = folder / "digits"
         self.env |= {"VENV": sys.prefix, "CHECKPOINT": str(self.checkpoint)}
         self.env["LAB_DIR"] = str(folder / "lab")
 
@@ -66,9 +69,16 @@ class Slurm:
     def on_head(self, *command: str) -> str:
         return self.cluster("run", "head", *command).strip()
 
-    def submit(self) -> str:
+    def submit(self, *arguments: str) -> str:
         """Submit the script as a user would; return the job's number."""
-        return self.on_head("sbatch", "--parsable", f"--output={self.log}", str(self.script))
+        options = ("--parsable", f"--output={self.log}")
+        return self.on_head("sbatch", *options, str(self.script), *arguments)
+
+    def begin_anew(self, name: str) -> None:
+        """From now on jobs have a log and a folder of checkpoints of their own."""
+        self.log = self.folder / f"{name}.out"
+        self.checkpoint = self.folder / name
+        self.env["CHECKPOINT"] = str(self.checkpoint)
 
     def srun(self, *command: str) -> "subprocess.CompletedProcess[str]":
         """Run `python COMMAND` on 4 ranks, 2 a node."""
@@ -183,7 +193,7 @@ def test_a_job_is_requeued_and_a_second_one_resumes(slurm: Slurm) -> None:
     assert f"job {first}, start 0: 4 ranks on node[1-2]" in before
     assert "not there, starting anew" in before
     assert "world: 4 ranks on 2 nodes" in after
-    resumed = re.search(r"(\d+) epochs are done", after)
+    resumed = re.search(r"(\d+) epochs and \d+ batches are done", after)
     assert resumed, slurm.output()
     assert int(resumed[1]) >= 2
     assert f"epoch {resumed[1]}:" not in after
@@ -191,17 +201,50 @@ def test_a_job_is_requeued_and_a_second_one_resumes(slurm: Slurm) -> None:
     accuracy = re.search(r"^test accuracy (\d+\.\d+)% after 15 epochs", after, re.M)
     assert accuracy, after
     assert float(accuracy[1]) >= 97
-    digest = re.search(r"^all 4 replicas hold the same bits: sha256 \w{64}$", after, re.M)
+    digest = DIGEST.search(after)
     assert digest, after
-    assert torch.load(slurm.checkpoint, weights_only=True)["epoch"] == 15
+    found = checkpoint.load(slurm.checkpoint)
+    assert found is not None
+    assert found.step % 15 == 0
 
     second = slurm.submit()
     slurm.wait_for_end(second)
     after = slurm.output().partition(f"job {second}, start 0: 4 ranks on node[1-2]")[2]
     assert "world: 4 ranks on 2 nodes" in after
-    assert "15 epochs are done" in after
+    assert "15 epochs and 0 batches are done" in after
     assert accuracy[0] in after
     assert digest[0] in after
+
+
+@pytest.mark.slow  # two minutes, most of it SLURM's own waiting
+@pytest.mark.once
+def test_a_job_that_is_asked_to_end_requeues_itself(slurm: Slurm) -> None:
+    """And ends with the bits of one that is left alone."""
+    slurm.begin_anew("alone")
+    alone = slurm.submit("--epochs", "8")
+    slurm.wait_for_end(alone)
+    expected = DIGEST.search(slurm.output())
+    assert expected, slurm.output()
+
+    slurm.begin_anew("asked")
+    job = slurm.submit("--epochs", "8")
+    slurm.wait_for_line("epoch 2:", job)
+    # As --signal in the script does before the time limit.
+    whom = ["--batch"] if "--signal=B:USR1@90" in slurm.script.read_text() else []
+    slurm.on_head("scancel", "--signal=USR1", *whom, job)
+    slurm.wait_for_line("asked to end: saved after step", job)
+    slurm.wait_for_end(job, seconds=200)
+    _, began_again, after = slurm.output().partition(f"job {job}, start 1: 4 ranks on node[1-2]")
+    assert began_again
+    saved = re.search(r"asked to end: saved after step (\d+)", slurm.output())
+    resumed = re.search(r"(\d+) epochs and (\d+) batches are done", after)
+    assert saved
+    assert resumed, slurm.output()
+    batches = 1437 // 4 // 16
+    assert int(resumed[1]) * batches + int(resumed[2]) == int(saved[1])
+    digest = DIGEST.search(after)
+    assert digest, slurm.output()
+    assert digest[0] == expected[0]
 
 
 @pytest.mark.thorough
