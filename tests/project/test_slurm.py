@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -80,7 +80,9 @@ class Slurm:
         self.checkpoint = self.folder / name
         self.env["CHECKPOINT"] = str(self.checkpoint)
 
-    def srun(self, *command: str) -> "subprocess.CompletedProcess[str]":
+    def srun(
+        self, *command: str, options: Sequence[str] = ()
+    ) -> "subprocess.CompletedProcess[str]":
         """Run `python COMMAND` on 4 ranks, 2 a node."""
         plugin, variables = SRUN[self.mpi]
         settings = [
@@ -89,7 +91,7 @@ class Slurm:
         # Elsewhere than in the root, where the uncompiled mpiddp lies.
         done = self.try_cluster(
             *("run", "head", "env", *settings, "srun", f"--chdir={self.folder}"),
-            *("--nodes=2", "--ntasks=4", f"--mpi={plugin}", sys.executable, *command),
+            *("--nodes=2", "--ntasks=4", f"--mpi={plugin}", *options, sys.executable, *command),
             timeout=60,
         )
         print(done.stdout, done.stderr)  # pytest shows it when the test fails
@@ -264,3 +266,18 @@ def test_runner_on_two_nodes(slurm: Slurm, how: str) -> None:
     assert done.stderr.count(said) == done.stderr.count("Traceback") == (how == "raise")
     # MPICH lets SLURM kill all of the step, and the status is that.
     assert done.returncode == (137 if slurm.mpi == "MPICH" else {"raise": 1, "number": 3}[how])
+
+
+@pytest.mark.slow
+@pytest.mark.once
+def test_a_rank_that_dies_is_noticed_by_its_node(slurm: Slurm) -> None:
+    """Where srun is told to leave the others alone, they would wait for the timeout."""
+    script = ROOT / "tests" / "scripts" / "die_while_others_wait.py"
+    began = time.monotonic()
+    done = slurm.srun(str(script), options=["--kill-on-bad-exit=0"])
+    assert time.monotonic() - began < 45
+    assert done.returncode != 0
+    who = r"mpiddp: rank 2: rank 3 \(process \d+ on node2\) (was ended by SIGKILL|has ended)"
+    what = r"all_reduce\(SUM\) of float32 \(10,\) of group '0'"
+    said = rf"{who}, and this rank waits for its part of {what}. The job ends"
+    assert re.search(said, done.stderr)

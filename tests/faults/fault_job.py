@@ -1,0 +1,96 @@
+"""Start a job that meets a fault, and see how it ends and what it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import mpirun
+from script_runs import SCRIPTS
+
+__all__ = ["Outcome", "run"]
+
+_NAP = 0.05
+# What Open MPI and MPICH leave behind when they are killed is not ours to judge.
+_OF_MPI = ("sm_segment", "vader_segment", "mpich_sh", "ucx_shm", "nvshmem")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        status: of its launcher.
+        said: all that it printed.
+        seconds: from the fault until no process was left; None: some had to be killed.
+        left: what it left in memory that processes share.
+    """
+
+    status: int
+    said: str
+    seconds: float | None
+    left: list[str]
+
+
+def run(fault: str, moment: str, folder: Path, limit: float, ranks: int = 3) -> Outcome:
+    """Run fault.py under mpirun; after `limit` seconds from the fault, kill what is left."""
+    arguments = [SCRIPTS / "fault.py", fault, moment, folder]
+    command = [mpirun.find(), "-n", str(ranks), sys.executable, *map(str, arguments)]
+    shared = set(_shared())
+    environment = {**os.environ, **mpirun.ENVIRONMENT, "MPIDDP_STALL_SECONDS": "2"}
+    with open(folder / "said", "w+b") as said:
+        launcher = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            env=environment,
+            start_new_session=True,
+        )
+        began = time.monotonic()
+        try:
+            seconds = _watch(launcher, folder, limit)
+        finally:
+            for process in mpirun.session(launcher.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            status = launcher.wait()
+    fault_began = _fault_began(folder) or began
+    ended = None if seconds is None else seconds - fault_began
+    text = (folder / "said").read_text(errors="replace")
+    return Outcome(status, text, ended, sorted(set(_shared()) - shared))
+
+
+def _watch(launcher: subprocess.Popen[bytes], folder: Path, limit: float) -> float | None:
+    """Return when the last process had ended, on the monotonic clock; None: too late."""
+    # Starting takes some seconds of each core.
+    deadline = time.monotonic() + 60
+    met = False
+    while launcher.poll() is None or mpirun.session(launcher.pid):
+        time.sleep(_NAP)
+        if not met and _fault_began(folder):
+            met = True
+            deadline = time.monotonic() + limit
+        if launcher.poll() is None and (folder / "kill-launcher").exists():
+            launcher.kill()
+        if time.monotonic() > deadline:
+            return None
+    return time.monotonic()
+
+
+def _fault_began(folder: Path) -> float | None:
+    try:
+        return float((folder / "began").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _shared() -> list[str]:
+    """Return the names of files in shared memory, without those of MPI libraries themselves."""
+    return [name for name in os.listdir("/dev/shm") if not name.startswith(_OF_MPI)]
