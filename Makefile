@@ -86,6 +86,11 @@ test-torch: $(INSTALLED)
 test-all: $(INSTALLED) $(LIBRARIES)
 	$(BIN)/python tests/support/launch.py --slow $(ARGS)
 
+# Every fault at every moment; `make test` has a sample.
+.PHONY: test-faults
+test-faults: $(INSTALLED)
+	$(BIN)/python tests/support/launch.py --slow tests/faults $(ARGS)
+
 # Not in the environments of the other targets, whose torch is for CPUs: see the script.
 .PHONY: test-gpu
 test-gpu:

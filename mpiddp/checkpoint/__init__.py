@@ -10,5 +10,6 @@ May import: the leaves. Must never write where a whole checkpoint lies.
 
 from mpiddp.checkpoint.loading import Checkpoint, load
 from mpiddp.checkpoint.saving import async_save, save
+from mpiddp.checkpoint.snapshots import Snapshots
 
-__all__ = ["Checkpoint", "async_save", "load", "save"]
+__all__ = ["Checkpoint", "Snapshots", "async_save", "load", "save"]

@@ -72,7 +72,7 @@ def load(
             except Exception as failure:
                 error = failure
         raise_together(ranks, error, "load a checkpoint")
-        return Checkpoint(ranks.state_from_first(state), entry.step, entry.path)
+        return Checkpoint(ranks.state_from(0, state), entry.step, entry.path)
     if into is None:
         raise TypeError(f"{entry.path} is sharded: give a state to fill, load(..., into=state)")
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load

@@ -50,33 +50,37 @@ class Ranks:
 
     def from_first(self, value: Any) -> Any:
         """Return the first rank's value. Collective."""
-        if self.count == 1:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=self._first(), group=self._group)
-        return values[0]
+        return self._from(0, value)
 
-    def state_from_first(self, state: Any) -> Any:
-        """Return the first rank's state, with tensors of its own on each rank. Collective."""
+    def state_from(self, source: int, state: Any) -> Any:
+        """Return the state of one rank, with tensors of its own on each rank. Collective."""
         if self.count == 1:
             return state
         large = iter([leaf for leaf in leaves(state) if _travels_alone(leaf)])
-        described = self.from_first(
-            map_leaves(state, lambda leaf: _Absent(leaf) if _travels_alone(leaf) else leaf)
+        described = self._from(
+            source,
+            map_leaves(state, lambda leaf: _Absent(leaf) if _travels_alone(leaf) else leaf),
         )
 
         def arrived(leaf: Any) -> Any:
             if not isinstance(leaf, _Absent):
                 return leaf
-            tensor = next(large) if self.rank == 0 else leaf.empty()
+            tensor = next(large) if self.rank == source else leaf.empty()
             flat = tensor.detach().contiguous().reshape(-1)
-            dist.broadcast(flat.view(torch.uint8), src=self._first(), group=self._group)
-            return tensor if self.rank == 0 else flat.view(tensor.shape)
+            dist.broadcast(flat.view(torch.uint8), src=self._in_world(source), group=self._group)
+            return tensor if self.rank == source else flat.view(tensor.shape)
 
         return map_leaves(described, arrived)
 
-    def _first(self) -> int:
-        return 0 if self._group is None else dist.get_global_rank(self._group, 0)
+    def _from(self, source: int, value: Any) -> Any:
+        if self.count == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=self._in_world(source), group=self._group)
+        return values[0]
+
+    def _in_world(self, rank: int) -> int:
+        return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
 
 class _Absent:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from mpiddp.checkpoint import folders
 from mpiddp.checkpoint.ranks import Ranks, raise_together, twin_of
 from mpiddp.checkpoint.sharded import is_sharded
-from mpiddp.checkpoint.trees import copied
+from mpiddp.checkpoint.trees import Copier
 
-__all__ = ["async_save", "save"]
+__all__ = ["async_save", "save", "write"]
 
 # The one thread that writes in the background, and what it did last.
 _background: concurrent.futures.ThreadPoolExecutor | None = None
@@ -62,7 +62,7 @@ def save(
     path, error = None, None
     if ranks.rank == 0:
         try:
-            path = _write(state, Path(root), step, keep)
+            path = write(state, Path(root), step, keep)
         except Exception as failure:
             error = failure
     raise_together(ranks, error, "save a checkpoint")
@@ -106,10 +106,10 @@ def async_save(
     if sharded:
         # On a group of its own: collectives of two threads have no common order on all ranks.
         twin = twin_of(group)
-        arguments = copied(state), Path(root), step, keep, twin
+        arguments = Copier().copied(state), Path(root), step, keep, twin
         _last = _background.submit(_save_sharded, *arguments)
     elif ranks.rank == 0:
-        _last = _background.submit(_write, copied(state), Path(root), step, keep)
+        _last = _background.submit(write, Copier().copied(state), Path(root), step, keep)
     else:
         _last = Future()
         _last.set_result(None)
@@ -148,7 +148,7 @@ def _agree(ranks: Ranks, state: Any, step: int, keep: int) -> bool:
     return sharded
 
 
-def _write(state: Any, root: Path, step: int, keep: int) -> Path:
+def write(state: Any, root: Path, step: int, keep: int) -> Path:
     """Save a state by this process alone. Not collective."""
     writing = folders.begin(root, step)
     try:

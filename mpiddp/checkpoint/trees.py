@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["copied", "leaves", "map_leaves"]
+__all__ = ["Copier", "leaves", "map_leaves"]
 
 
 def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
@@ -41,26 +41,40 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield from leaves(value)
 
 
-def copied(tree: Any) -> Any:
-    """Return a copy of `tree` that later steps do not change. Not collective.
+class Copier:
+    """Copies states. The last copy's memory is used again: fresh pages cost as much as copying."""
 
-    Plain tensors are copied to host memory; shards stay on their device. What occurs twice, such
-    as a shared weight, is copied once.
-    """
-    copies: dict[int, Any] = {}
+    def __init__(self) -> None:
+        self._last: list[Any] = []
 
-    def copied_leaf(leaf: Any) -> Any:
-        if id(leaf) not in copies:
-            copies[id(leaf)] = _copy(leaf)
-        return copies[id(leaf)]
+    def copied(self, tree: Any) -> Any:
+        """Return a copy of `tree` that later steps do not change; the next call does.
 
-    with torch.no_grad():
-        return map_leaves(tree, copied_leaf)
+        Not collective. Plain tensors are copied to host memory; shards stay on their device. What
+        occurs twice, such as a shared weight, is copied once.
+        """
+        copies: dict[int, Any] = {}
+        spares = iter(self._last)
+
+        def copied_leaf(leaf: Any) -> Any:
+            if id(leaf) not in copies:
+                copies[id(leaf)] = _copy(leaf, next(spares, None))
+            return copies[id(leaf)]
+
+        with torch.no_grad():
+            made = map_leaves(tree, copied_leaf)
+        self._last = list(copies.values())
+        return made
 
 
-def _copy(leaf: Any) -> Any:
+def _copy(leaf: Any, spare: Any) -> Any:
     if type(leaf) in (Tensor, torch.nn.Parameter):
-        return leaf.detach().to("cpu", copy=True)
+        fits = (
+            type(spare) is Tensor
+            and (spare.shape, spare.dtype) == (leaf.shape, leaf.dtype)
+            and spare.layout == leaf.layout == torch.strided
+        )
+        return spare.copy_(leaf) if fits else leaf.detach().to("cpu", copy=True)
     if isinstance(leaf, Tensor):
         return leaf.detach().clone()
     return copy.deepcopy(leaf)

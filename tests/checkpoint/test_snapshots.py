@@ -1,0 +1,120 @@
+"""Snapshots in node memory: the newest one of all nodes, at a share of the time."""
+
+import shutil
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from replicas import RANK, SIZE, gather, together
+
+from mpiddp import checkpoint
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def node(mpi_tmp_path, monkeypatch):
+    """The memory of this rank's node, which is its own."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    folder = mpi_tmp_path / f"node{RANK}"
+    folder.mkdir()
+    return folder
+
+
+def state(step):
+    return {"a": torch.full((50_000,), float(step)), "step": step}
+
+
+def made(snapshots, step):
+    """Make a snapshot, whatever it costs, and wait for it."""
+    assert snapshots.step(lambda: state(step), step)
+    snapshots._writing.result()
+
+
+def test_a_node_is_lost(node):
+    """The nodes have come different ways; the farthest one is lost with its memory."""
+    snapshots = checkpoint.Snapshots("training", share=1, folder=node)
+    made(snapshots, 10 + RANK)
+    dist.barrier()
+    if SIZE > 1 and RANK == SIZE - 1:
+        shutil.rmtree(node)
+    found = checkpoint.Snapshots("training", folder=node).load()
+    last = 10 + SIZE - 1 - (SIZE > 1)
+    with together():
+        assert found is not None
+        assert (found.step, found.state["step"]) == (last, last)
+        assert found.state["a"].eq(last).all()
+
+
+def test_damaged(node):
+    snapshots = checkpoint.Snapshots("training", share=1, folder=node)
+    made(snapshots, 5)
+    if RANK == 0:
+        (file,) = node.rglob("state.pt")
+        file.write_bytes(file.read_bytes()[:-10])
+    dist.barrier()
+    found = snapshots.load()
+    with together():
+        assert (found is None) == (SIZE == 1)
+        assert found is None or found.step == 5
+
+
+def test_one_rank_of_a_node(mpi_tmp_path):
+    snapshots = checkpoint.Snapshots("training", share=1, folder=mpi_tmp_path)
+    assert gather(snapshots.step(lambda: state(1), 1)) == [True] + [False] * (SIZE - 1)
+    snapshots.clear()
+    dist.barrier()
+    with together():
+        assert list(mpi_tmp_path.iterdir()) == []
+
+
+def test_nothing_there(node):
+    assert checkpoint.Snapshots("training", folder=node).load() is None
+
+
+def test_as_often_as_the_share_allows(node):
+    snapshots = checkpoint.Snapshots("training", share=0.05, folder=node)
+    big = {"a": torch.zeros(3_000_000)}
+    began = time.monotonic()
+    count, cost = 0, 0.0
+    while time.monotonic() - began < 2:
+        before = time.thread_time()
+        count += snapshots.step(lambda: big, 1)
+        cost += time.thread_time() - before
+        time.sleep(0.002)
+    snapshots.clear()
+    with together():
+        assert count >= 1
+        # All were copied in this thread; each but the last two left its share of the time free.
+        assert cost < 2 * 0.05 + 0.05
+
+
+def test_it_is_the_state_of_the_call(node):
+    """And memory that is used again is not that of a copy that is still being written."""
+    snapshots = checkpoint.Snapshots("training", share=1, folder=node)
+    changing = torch.zeros(1_000_000)
+    last = -1
+    for step in range(200):
+        changing.fill_(step)
+        if snapshots.step(lambda: {"a": changing}, step):
+            last = step
+    snapshots._writing.result()
+    dist.barrier()
+    found = snapshots.load()
+    with together():
+        assert found is not None
+        assert found.state["a"].eq(found.step).all()
+        assert found.step >= last
+
+
+def test_wrong_use(node, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(ValueError, match="give the training a name"):
+        checkpoint.Snapshots()
+    with pytest.raises(ValueError, match="share must be more than 0"):
+        checkpoint.Snapshots("training", share=0)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    made(checkpoint.Snapshots(share=1, folder=node), 3)
+    with together():
+        assert [path.name.rpartition("-")[2] for path in node.iterdir()] == ["17"]
