@@ -52,7 +52,8 @@ def cells() -> list[Cell]:
     """Return all cells for which there is a bound.
 
     Without one is a rank that stays away, but lives, before the others have begun or after they
-    have ended: they are in MPI_Init or MPI_Finalize.
+    have ended: they are in MPI_Init or MPI_Finalize. And one that has not begun itself is nobody's
+    to end when its launcher is gone.
     """
     return [cell for moment in MOMENTS for cell in _at(moment)]
 
@@ -68,8 +69,9 @@ def _at(moment: str) -> list[Cell]:
         Cell("os-exit", moment, _AT_ONCE, _NOTHING),
         Cell("kill", moment, _AT_ONCE, _NOTHING),
         Cell("segfault", moment, _AT_ONCE, _NOTHING),
-        Cell("launcher-killed", moment, _AT_ONCE, _NOTHING),
     ]
+    if moment != "import":
+        found.append(Cell("launcher-killed", moment, _AT_ONCE, _NOTHING))
     if meets:
         found += [
             Cell("sys-exit", moment, _TIMEOUT, _WAITED_FOR),

@@ -17,6 +17,7 @@ from script_runs import SCRIPTS
 __all__ = ["Outcome", "run"]
 
 _NAP = 0.05
+_MARK = "MPIDDP_TEST_JOB"
 # What Open MPI and MPICH leave behind when they are killed is not ours to judge.
 _OF_MPI = ("sm_segment", "vader_segment", "mpich_sh", "ucx_shm", "nvshmem")
 
@@ -38,12 +39,23 @@ class Outcome:
     left: list[str]
 
 
-def run(fault: str, moment: str, folder: Path, limit: float, ranks: int = 3) -> Outcome:
-    """Run fault.py under mpirun; after `limit` seconds from the fault, kill what is left."""
-    arguments = [SCRIPTS / "fault.py", fault, moment, folder]
-    command = [mpirun.find(), "-n", str(ranks), sys.executable, *map(str, arguments)]
+def run(
+    fault: str, moment: str, folder: Path, limit: float, ranks: int, gloo: bool = False
+) -> Outcome:
+    """Run fault.py; after `limit` seconds from the fault, kill what is left.
+
+    With mpirun, or with torchrun and torch's own class on Gloo.
+    """
+    arguments = [str(each) for each in (SCRIPTS / "fault.py", fault, moment, folder)]
+    command = [mpirun.find(), "-n", str(ranks), sys.executable, *arguments]
+    if gloo:
+        runner = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [*runner, "--nproc-per-node", str(ranks), *arguments, "gloo"]
     shared = set(_shared())
     environment = {**os.environ, **mpirun.ENVIRONMENT, "MPIDDP_STALL_SECONDS": "2"}
+    environment["GLOO_SOCKET_IFNAME"] = "lo"
+    # By it the job's processes are known, in whatever session a launcher puts them.
+    environment[_MARK] = str(folder)
     with open(folder / "said", "w+b") as said:
         launcher = subprocess.Popen(
             command,
@@ -57,7 +69,7 @@ def run(fault: str, moment: str, folder: Path, limit: float, ranks: int = 3) -> 
         try:
             seconds = _watch(launcher, folder, limit)
         finally:
-            for process in mpirun.session(launcher.pid):
+            for process in _processes(folder):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             status = launcher.wait()
@@ -72,7 +84,7 @@ def _watch(launcher: subprocess.Popen[bytes], folder: Path, limit: float) -> flo
     # Starting takes some seconds of each core.
     deadline = time.monotonic() + 60
     met = False
-    while launcher.poll() is None or mpirun.session(launcher.pid):
+    while launcher.poll() is None or _processes(folder):
         time.sleep(_NAP)
         if not met and _fault_began(folder):
             met = True
@@ -82,6 +94,18 @@ def _watch(launcher: subprocess.Popen[bytes], folder: Path, limit: float) -> flo
         if time.monotonic() > deadline:
             return None
     return time.monotonic()
+
+
+def _processes(folder: Path) -> list[int]:
+    """Return the processes of a job that still run."""
+    found = []
+    mark = f"{_MARK}={folder}".encode()
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            # Empty, of one that has ended and is not waited for.
+            if mark in environment.read_bytes().split(b"\0"):
+                found.append(int(environment.parent.name))
+    return found
 
 
 def _fault_began(folder: Path) -> float | None:

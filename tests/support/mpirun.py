@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["find", "run", "run_command", "run_torchrun", "session"]
+__all__ = ["find", "run", "run_command", "run_torchrun"]
 
 # What the Makefile sets too. All ranks share this machine's cores: they must not be bound, and must
 # yield when they wait.
@@ -120,7 +120,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         process.kill()
     # Launchers put ranks into process groups of their own, but all remain in mpirun's session.
     deadline = time.monotonic() + 10
-    while (left := session(process.pid)) and time.monotonic() < deadline:
+    while (left := _session(process.pid)) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -129,7 +129,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def session(leader: int) -> list[int]:
+def _session(leader: int) -> list[int]:
     """Return the pids of the processes of a session that still run."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
