@@ -55,6 +55,8 @@ help:
 	@echo 'make test     run what matters on 2 and 3 ranks (ARGS="-n 2 tests/project/test_launch.py": a part)'
 	@echo 'make test-all run all tests on 1 to 4 ranks, and the slow ones (16 ranks and others)'
 	@echo 'make test-torch  run torch'"'"'s own distributed tests on 3 ranks (ARGS=--quick: those of DDP)'
+	@echo 'make test-faults  each fault at each moment (20 minutes)'
+	@echo 'make test-sanitizers  tests with the sanitizers of addresses and undefined behaviour'
 	@echo 'make test-gpu build, test and measure on a GPU with the torch of $$PYTHON (10 minutes)'
 	@echo 'make lint     check the code with ruff, mypy and cython-lint'
 	@echo 'make docs     build the documentation into build/docs'
@@ -90,6 +92,13 @@ test-all: $(INSTALLED) $(LIBRARIES)
 .PHONY: test-faults
 test-faults: $(INSTALLED)
 	$(BIN)/python tests/support/launch.py --slow tests/faults $(ARGS)
+
+# Of the room of each compiled module what runs it most.
+SANITIZED := reducer/test_buckets.py reducer/test_gradients.py engine flight_recorder \
+	transports/test_shared.py transports/test_lanes.py transports/test_exchange.py
+.PHONY: test-sanitizers
+test-sanitizers: $(INSTALLED)
+	tests/support/sanitizers.sh $(BIN) $(addprefix ../,$(SANITIZED)) $(ARGS)
 
 # Not in the environments of the other targets, whose torch is for CPUs: see the script.
 .PHONY: test-gpu

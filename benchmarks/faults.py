@@ -40,7 +40,11 @@ def main() -> None:
     parser.add_argument("--moments", nargs="+", default=list(MOMENTS))
     arguments = parser.parse_args()
     records: list[dict[str, Any]] = []
-    results = {"machine": describe_machine(MPI.Get_library_version()), "ranks": RANKS, "faults": records}
+    results = {
+        "machine": describe_machine(MPI.Get_library_version()),
+        "ranks": RANKS,
+        "faults": records,
+    }
     for cell in cells():
         if cell.moment not in arguments.moments:
             continue

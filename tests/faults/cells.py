@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+import mpiddp
+
 __all__ = ["Cell", "cells"]
 
 RANKS = 3
+_MPI = mpiddp.compiled_against()[0]
 MOMENTS = (
     "import",
     "construction",
@@ -49,13 +52,20 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    """Return all cells for which there is a bound.
+    """Return all cells for which there is a bound on the MPI that runs.
 
     Without one is a rank that stays away, but lives, before the others have begun or after they
     have ended: they are in MPI_Init or MPI_Finalize. And one that has not begun itself is nobody's
-    to end when its launcher is gone.
+    to end when its launcher is gone. MPICH's mpiexec also lets the others wait in MPI_Init for a
+    rank that has ended before it, unless a signal ended it.
     """
-    return [cell for moment in MOMENTS for cell in _at(moment)]
+    signals = ("kill", "segfault")
+    return [
+        cell
+        for moment in MOMENTS
+        for cell in _at(moment)
+        if _MPI != "MPICH" or moment != "import" or cell.fault in signals
+    ]
 
 
 def _at(moment: str) -> list[Cell]:

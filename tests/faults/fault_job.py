@@ -14,7 +14,7 @@ from pathlib import Path
 import mpirun
 from script_runs import SCRIPTS
 
-__all__ = ["Outcome", "run"]
+__all__ = ["Outcome", "run", "shared_files"]
 
 _NAP = 0.05
 _MARK = "MPIDDP_TEST_JOB"
@@ -30,13 +30,11 @@ class Outcome:
         status: of its launcher.
         said: all that it printed.
         seconds: from the fault until no process was left; None: some had to be killed.
-        left: what it left in memory that processes share.
     """
 
     status: int
     said: str
     seconds: float | None
-    left: list[str]
 
 
 def run(
@@ -51,7 +49,6 @@ def run(
     if gloo:
         runner = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command = [*runner, "--nproc-per-node", str(ranks), *arguments, "gloo"]
-    shared = set(_shared())
     environment = {**os.environ, **mpirun.ENVIRONMENT, "MPIDDP_STALL_SECONDS": "2"}
     environment["GLOO_SOCKET_IFNAME"] = "lo"
     # By it the job's processes are known, in whatever session a launcher puts them.
@@ -76,7 +73,7 @@ def run(
     fault_began = _fault_began(folder) or began
     ended = None if seconds is None else seconds - fault_began
     text = (folder / "said").read_text(errors="replace")
-    return Outcome(status, text, ended, sorted(set(_shared()) - shared))
+    return Outcome(status, text, ended)
 
 
 def _watch(launcher: subprocess.Popen[bytes], folder: Path, limit: float) -> float | None:
@@ -115,6 +112,6 @@ def _fault_began(folder: Path) -> float | None:
         return None
 
 
-def _shared() -> list[str]:
+def shared_files() -> set[str]:
     """Return the names of files in shared memory, without those of MPI libraries themselves."""
-    return [name for name in os.listdir("/dev/shm") if not name.startswith(_OF_MPI)]
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(_OF_MPI)}
