@@ -19,7 +19,6 @@ from mkdocs.structure.pages import Page
 sys.path.insert(0, str(Path(__file__).parent))
 
 import collective_tables
-import fault_tables
 import notes
 import optimizer_tables
 import other_tables
@@ -45,7 +44,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "one-bucket": other_tables.one_bucket,
     "memory": other_tables.memory,
     "construction": other_tables.construction,
-    "faults": fault_tables.faults,
     "cost-model": (ROOT / "benchmarks" / "scaling.md").read_text,
 }
 

@@ -57,6 +57,9 @@ class Agreement:
         # The leader's: the last check of each rank that has answered or left.
         self._answers: dict[int, int] = {}
         self._leaving: list[tuple[MPI.Request, bytes]] = []
+        # By rank, how many messages went there and came from there.
+        self._sent, self._received = [0] * self._size, [0] * self._size
+        self._ending = False
 
     def want(self) -> None:
         """Ask to stop soon. Not collective; it may be called in a signal handler."""
@@ -97,8 +100,15 @@ class Agreement:
         while not everyone_is_here.Test():
             self.look()
             time.sleep(_NAP)
-        self.look()
         with self._lock:
+            self._ending = True
+            # A message that nobody takes would reach the next communicator that gets this one's
+            # number, as MPICH gives them.
+            coming = self._communicator.alltoall(self._sent)
+            while self._received != coming:
+                self._take_in()
+                time.sleep(_NAP)
+            MPI.Request.Waitall([request for request, _ in self._leaving])
             self._communicator.Free()
 
     def _take_in(self) -> None:
@@ -107,6 +117,7 @@ class Agreement:
             rank, tag = status.Get_source(), status.Get_tag()
             data = bytearray(_CHECK.size)
             self._communicator.Recv([data, MPI.BYTE], source=rank, tag=tag)
+            self._received[rank] += 1
             (value,) = _CHECK.unpack(data)
             if tag == _WANTED:
                 self._wanted = True
@@ -119,7 +130,7 @@ class Agreement:
                 self._answers[rank] = value
 
     def _send_what_is_due(self) -> None:
-        if not self._wanted:
+        if not self._wanted or self._ending:
             return
         if self._rank:
             if not self._told:
@@ -141,6 +152,9 @@ class Agreement:
             self._send(rank, _DECIDED, check)
 
     def _send(self, rank: int, tag: int, value: int = 0) -> None:
+        if self._ending:
+            return
+        self._sent[rank] += 1
         data = _CHECK.pack(value)
         request = self._communicator.Isend([data, MPI.BYTE], dest=rank, tag=tag)
         self._leaving.append((request, data))

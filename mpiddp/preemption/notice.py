@@ -49,7 +49,8 @@ class _Notice:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._wanted = True
-        self._agreement.want()
+        if self._threaded:
+            self._agreement.want()
         before = self._before.get(number)
         if callable(before):
             before(number, frame)

@@ -99,7 +99,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     assert "missing ranks: {1}" in told
 
 
-@pytest.mark.thorough
+@pytest.mark.slow  # its siblings stay
 def test_a_rank_that_calls_something_else(tmp_path: Path) -> None:
     job = run(
         tmp_path,

@@ -97,7 +97,7 @@ def needs(library: str) -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.once
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_fabric(tmp_path: Path) -> None:
     """Accumulation, clipping, bfloat16, collectives and checkpoints of Lightning Fabric."""
     compare("fabric_loop.py", tmp_path)
@@ -105,7 +105,7 @@ def test_fabric(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.once
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_image_classifier(tmp_path: Path) -> None:
     """Like the ImageNet example of pytorch/examples."""
     compare("image_classifier.py", tmp_path)

@@ -93,7 +93,7 @@ def test_ends_the_job(tmp_path: Path, by_signal: bool, waits: str, said: str) ->
     assert line[1] in (known, "has ended", "has ended with status 3")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow  # its siblings stay
 def test_others_go_on_where_nobody_waits_for_it(tmp_path: Path) -> None:
     """It ends without MPI, and the others work in a group of their own."""
     done, _ = run(
@@ -113,7 +113,7 @@ def test_others_go_on_where_nobody_waits_for_it(tmp_path: Path) -> None:
     assert "The job ends" not in done.stderr
 
 
-@pytest.mark.thorough
+@pytest.mark.slow  # its siblings stay
 def test_a_rank_that_ends_properly_is_not_missed(tmp_path: Path) -> None:
     done, _ = run(
         tmp_path,

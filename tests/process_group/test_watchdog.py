@@ -83,7 +83,7 @@ def test_a_bucket(tmp_path: Path) -> None:
     assert "in prepare)" in said[0]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow  # its siblings stay
 def test_waits_that_end_are_not_spoken_of(tmp_path: Path) -> None:
     """Short ones; and an operation that nobody waits for, once its messages have come."""
     source = """

@@ -46,7 +46,7 @@ def measure(script: str, n: int, results: Path, *args: object) -> tuple[str, dic
     return done.stdout, written
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_exposed_time_is_not_far_off(tmp_path: Path) -> None:
     model = "200 x Linear(64)"
     printed, written = measure(

@@ -81,7 +81,10 @@ def test_wrap_again(views, old_is_kept, bucket):
 @pytest.mark.thorough(keep=1)
 @pytest.mark.timeout(120)
 # Not "mpi" as a test's id: pytest-mpi takes that for its mark and skips the test.
-@pytest.mark.parametrize("transport", ["auto", "mpi"], ids=["memory", "messages"])
+@pytest.mark.parametrize(
+    "transport",
+    [pytest.param("auto", id="memory"), pytest.param("mpi", id="messages", marks=pytest.mark.slow)],
+)
 def test_wrap_again_after_one_rank_failed(tmp_path: Path, transport: str) -> None:
     """The others find out by a time-out; what they have launched never ends."""
     script = tmp_path / "script.py"

@@ -130,7 +130,12 @@ OUTPUTS = {
         pytest.param("a full disk", False, id="a full disk"),
         pytest.param("a pipe that nobody reads", False, id="a pipe that nobody reads"),
         pytest.param("a full disk", True, id="runner, a full disk"),
-        pytest.param("a pipe that nobody reads", True, id="runner, a pipe that nobody reads"),
+        pytest.param(
+            "a pipe that nobody reads",
+            True,
+            id="runner, a pipe that nobody reads",
+            marks=pytest.mark.slow,
+        ),
         *(
             pytest.param(output, False, id=output, marks=[pytest.mark.once, *slow])
             for output, slow in (
@@ -173,7 +178,7 @@ def test_traceback_on_stdout_where_stderr_takes_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("ending", ["SIGTERM", "words"])
+@pytest.mark.parametrize("ending", ["SIGTERM", pytest.param("words", marks=pytest.mark.slow)])
 def test_other_ends_with_output_that_blocks(tmp_path: Path, ending: str) -> None:
     end = (
         "signal.raise_signal(15); time.sleep(100)"
