@@ -12,7 +12,7 @@ May import: the leaves, mpi and rendezvous. Must never cost a message in a step 
 happened.
 """
 
-from mpiddp.preemption.notice import install, requested
+from mpiddp.preemption.notice import install, requested, uninstall
 from mpiddp.preemption.slurm import requeue
 
-__all__ = ["install", "requested", "requeue"]
+__all__ = ["install", "requested", "requeue", "uninstall"]

@@ -8,19 +8,18 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
-from mpi4py import MPI
-
 from mpiddp import settings
-from mpiddp.preemption.agreement import Agreement
 from mpiddp.rendezvous import world
 
-__all__ = ["install", "requested"]
+__all__ = ["install", "requested", "uninstall"]
 
 
 class _Notice:
     """What `install` makes; it lives as long as the world."""
 
     def __init__(self, signals: Iterable[int]) -> None:
+        from mpiddp.preemption.agreement import Agreement  # which initialises MPI
+
         self._communicator = world.communicator()
         self._agreement = Agreement(self._communicator)
         self._threaded = settings.PROGRESS_THREAD.read() is not False
@@ -33,7 +32,7 @@ class _Notice:
     def requested(self) -> bool:
         if self._threaded:
             return self._agreement.check()
-        self._wanted = self._communicator.allreduce(self._wanted, MPI.LOR)
+        self._wanted = any(self._communicator.allgather(self._wanted))
         return self._wanted
 
     def look(self) -> None:
@@ -58,6 +57,8 @@ class _Notice:
     def _forget(self) -> None:
         global _notice
         _notice = None
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python lets no other thread change a handler
         for number, before in self._before.items():
             # A handler that came after ours stays; one that was not set in Python is not known.
             if before is not None and signal.getsignal(number) == self._handle:
@@ -87,6 +88,16 @@ def install(signals: Iterable[int] | None = None) -> None:
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("call mpiddp.preemption.install() in the main thread")
     _notice = _Notice(settings.PREEMPTION_SIGNALS.read() if signals is None else signals)
+
+
+def uninstall() -> None:
+    """Let the signals do again what they did before `install`.
+
+    Collective over the world. `destroy_process_group` does it too. Harmless without `install`.
+    """
+    if _notice is not None:
+        world.leave_alone(_notice)
+        _notice.end()
 
 
 def requested() -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mpiddp.process_group.group import ProcessGroup
 from mpiddp.torch_internals.patching import when_imported
 
 __all__ = ["install"]
@@ -42,6 +41,8 @@ def _change(module: Any) -> None:
 
 def _on_a_twin(torchs: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
     def execute_save(self: Any, *args: Any, **kwargs: Any) -> Future[Any]:
+        from mpiddp.process_group.group import ProcessGroup  # which initialises MPI
+
         group = kwargs.get("process_group")
         if group is None and dist.is_initialized():
             group = dist.group.WORLD

@@ -281,6 +281,13 @@ def accompany(companion: Companion) -> None:
     _world.roll_call.watches.append(companion.look)
 
 
+def leave_alone(companion: Companion) -> None:
+    """Take back `accompany`. Not collective."""
+    if _world is not None:
+        _world.companions.remove(companion)
+        _world.roll_call.watches.remove(companion.look)
+
+
 def communicator() -> MPI.Intracomm:
     """Return the world's communicator, to be duplicated. Not collective.
 

@@ -11,21 +11,17 @@ import torch
 import torch.distributed as dist
 from replicas import RANK, SIZE, gather, together
 
-import mpiddp
 from mpiddp import preemption
 
 pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(autouse=True)
-def restored():
-    """Each test has a world of its own, and leaves the handlers as they were."""
+def uninstalled():
+    """Each test leaves the handlers as they were."""
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
-    mpiddp.destroy_process_group()
-    mpiddp.init_process_group()
     yield
-    mpiddp.destroy_process_group()
-    mpiddp.init_process_group()
+    preemption.uninstall()
     with together():
         for number, handler in before.items():
             assert signal.getsignal(number) == handler
@@ -104,7 +100,7 @@ def test_the_others_have_ended():
     if RANK == 0:
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGUSR1)
-        # The other ranks are in destroy_process_group already.
+        # The other ranks are in uninstall already.
         for _ in range(100):
             preemption.requested()
             time.sleep(0.005)
@@ -119,20 +115,17 @@ def test_the_handler_that_was_there():
         time.sleep(0.01)
         with together():
             assert called == [signal.SIGUSR2]
-        mpiddp.destroy_process_group()
+        preemption.uninstall()
         os.kill(os.getpid(), signal.SIGUSR2)
         time.sleep(0.01)
         with together():
             assert called == [signal.SIGUSR2] * 2
     finally:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-    mpiddp.init_process_group()
 
 
 def test_without_threads(monkeypatch):
-    mpiddp.destroy_process_group()
     monkeypatch.setenv("MPIDDP_PROGRESS_THREAD", "0")
-    mpiddp.init_process_group()
     preemption.install()
 
     def step(count):
@@ -163,7 +156,3 @@ def test_wrong_use():
     preemption.install()
     with pytest.raises(RuntimeError, match="has been called before"):
         preemption.install()
-    mpiddp.destroy_process_group()
-    with pytest.raises(RuntimeError, match=r"call mpiddp.init_process_group\(\) first"):
-        preemption.install()
-    mpiddp.init_process_group()
