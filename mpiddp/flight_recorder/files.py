@@ -82,6 +82,12 @@ def dump(path: str | os.PathLike[str] | None = None, *, reason: str = "dump()") 
         TimeoutError: another thread has been writing for 5 s.
     """
     target = _default_path() if path is None else Path(path)
+    _write(target, reason, durable=True)
+    return target
+
+
+def _write(target: Path, reason: str, durable: bool) -> None:
+    """Write the file; `durable`: return only when it would survive a crash of the node."""
     if not _writing.acquire(timeout=_PATIENCE):
         raise TimeoutError("another thread has been writing the flight recorder's file for 5 s")
     try:
@@ -91,8 +97,9 @@ def dump(path: str | os.PathLike[str] | None = None, *, reason: str = "dump()") 
         try:
             with open(descriptor, "wb") as file:
                 pickle.dump(as_dict(reason), file, protocol=4)
-                file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
             os.replace(temporary, target)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -100,7 +107,6 @@ def dump(path: str | os.PathLike[str] | None = None, *, reason: str = "dump()") 
             raise
     finally:
         _writing.release()
-    return target
 
 
 def dump_for(reason: str) -> str:
@@ -108,10 +114,12 @@ def dump_for(reason: str) -> str:
     if not size_wanted():
         return ""
     elsewhere = Path(tempfile.gettempdir(), "mpiddp-flight-recorder", _job, f"rank_{_rank}")
-    for target in (None, elsewhere):
-        # Where the home folder is missing, full or read-only, this node's own disk may do.
+    for target in (_default_path, lambda: elsewhere):
+        # Where the home folder is missing, full or read-only, this node's own disk may do. Not
+        # durable: a busy disk takes seconds for that, in which this rank would answer nobody.
         with contextlib.suppress(OSError, RuntimeError):
-            path = dump(target, reason=reason)
+            path = target()
+            _write(path, reason, durable=False)
             break
     else:
         return ""
