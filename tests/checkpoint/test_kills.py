@@ -10,6 +10,7 @@ from script_runs import SCRIPTS
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("how", "kills"),
     [

@@ -38,6 +38,7 @@ def test_fault(cell: Cell, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.once
 def test_sample(tmp_path: Path) -> None:
     """A third of the cells, some at once; all of them are in `make test-faults`."""
     sample = [cell for cell in cells() if zlib.crc32(cell.name.encode()) % 3 == 0]
