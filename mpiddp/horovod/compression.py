@@ -18,12 +18,12 @@ class Compressor:
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return what travels instead of `tensor`, and what `decompress` must know."""
-        raise NotImplementedError
+        raise NotImplementedError  # an interface, as in Horovod: subclasses say how
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Return the tensor that `compress` was given, from what has travelled."""
-        raise NotImplementedError
+        raise NotImplementedError  # an interface, as in Horovod: subclasses say how
 
 
 class NoneCompressor(Compressor):

@@ -8,7 +8,7 @@ __all__ = ["ElasticSampler", "TorchState", "run"]
 
 
 def _refuse(name: str) -> NotImplementedError:
-    return NotImplementedError(
+    return NotImplementedError(  # no ranks come or go yet; Horovod programs import the names
         f"mpiddp has no elastic training yet: hvd.elastic.{name} cannot be used. The ranks of a "
         f"job are those that mpirun started; save checkpoints, and start the job again"
     )

@@ -330,7 +330,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     if process_set.ranks is None:
-        raise NotImplementedError(
+        raise NotImplementedError(  # ranks outside of the communicator cannot know its ranks
             "a process set of an MPI communicator can only be registered by hvd.init(); give ranks"
         )
     ranks = _known_ranks(process_set)

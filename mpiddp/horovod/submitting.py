@@ -228,7 +228,7 @@ def _check_adasum(tensors: Sequence[torch.Tensor], process_set: ProcessSet) -> N
         raise NotImplementedError("hvd.Adasum is for the set of all ranks only, as in Horovod")
     size = len(table().world_ranks)
     if not is_power_of_two(size):
-        raise NotImplementedError(
+        raise NotImplementedError(  # Adasum combines ranks in pairs; Horovod refuses the same
             f"hvd.Adasum needs a power of two of ranks (1, 2, 4, ...), not {size}"
         )
     for tensor in tensors:
