@@ -21,7 +21,7 @@ from mpiddp.flight_recorder import ring, sources
 from mpiddp.flight_recorder.torch_format import as_dict
 from mpiddp.mpi.abort import call_before_abort
 
-__all__ = ["begin", "dump", "dump_for", "job_name", "say", "size_wanted"]
+__all__ = ["begin", "dump", "dump_for", "dump_soon", "job_name", "say", "size_wanted"]
 
 _DEFAULT_SIZE = 2000
 
@@ -31,6 +31,7 @@ _PATIENCE = 5.0
 _job = "unknown"
 _rank = 0
 _writing = threading.Lock()
+_background: threading.Thread | None = None
 _abort_is_watched = False
 
 
@@ -127,6 +128,24 @@ def dump_for(reason: str) -> str:
         f"What this rank did last is in {path}; for all ranks that could write theirs: "
         f"python -m mpiddp.flight_recorder {path.parent}"
     )
+
+
+def dump_soon(reason: str) -> bool:
+    """Begin to dump in another thread, for one that must not wait for the disk. Not collective.
+
+    Returns:
+        False if the thread still writes for an earlier call.
+    """
+    global _background
+    if _background is not None and _background.is_alive():
+        return False
+    # Not a daemon: the file is whole when the process has ended.
+    _background = threading.Thread(
+        target=dump_for, args=(reason,), name="mpiddp flight recorder", daemon=False
+    )
+    with contextlib.suppress(RuntimeError):  # the interpreter ends already
+        _background.start()
+    return True
 
 
 def say(reason: str) -> None:

@@ -286,15 +286,14 @@ class RollCall:
     # Answering.
 
     def _answer_questions(self) -> None:
+        asked = False
         while not self._ending.wait(_PERIOD) and not MPI.Is_finalized():
             try:
-                asked = False
                 while self._answer_one():
                     asked = True
-                # Whoever asks has waited in vain: what this rank does now may tell why. The answer
-                # comes first, since files may be slow.
-                if asked:
-                    files.dump_for("another rank has waited in vain")
+                # Whoever asks has waited in vain: what this rank does now may tell why.
+                if asked and files.dump_soon("another rank has waited in vain"):
+                    asked = False
                 for watch in self.watches:
                     watch()
                 with self._leaving_lock:

@@ -1,5 +1,6 @@
 """A collective that some ranks never enter: the error names them and where they are."""
 
+import contextlib
 import re
 import threading
 import time
@@ -133,6 +134,20 @@ class TestMissingRanks:
                 assert text.startswith("Rank 0 has" if rank() == 1 else "Ranks 0")
                 assert "not answer" not in text
         until_all_are_here()
+
+    def test_answers_while_a_file_is_being_written(self, part: "ProcessGroup") -> None:
+        """After the first answer the flight recorder writes its file, however slow the disk is."""
+        from mpiddp.flight_recorder import files
+
+        roll_call = part.roll_call
+        assert roll_call is not None
+        with files._writing if rank() == 1 else contextlib.nullcontext():
+            until_all_are_here()
+            for _ in range(3):
+                if rank() == 0:
+                    assert "not answer" not in roll_call.explain(part)
+                time.sleep(0.1)
+            until_all_are_here()
 
     def test_hanging_rank_is_silent(self, part: "ProcessGroup") -> None:
         roll_call = part.roll_call
