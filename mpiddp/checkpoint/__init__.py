@@ -5,7 +5,7 @@
 
 They need torch.distributed only, so they work on groups of any backend, and without one.
 
-May import: the leaves. Must never write where a whole checkpoint lies.
+May import: the leaves and torch_internals. Must never write where a whole checkpoint lies.
 """
 
 from mpiddp.checkpoint.loading import Checkpoint, load

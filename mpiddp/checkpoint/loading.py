@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from mpiddp.checkpoint import folders
@@ -64,15 +63,8 @@ def load(
     if entry is None:
         return None
     if not entry.sharded:
-        state, error = None, None
-        if ranks.rank == 0:
-            try:
-                file = entry.path / folders.STATE
-                state = torch.load(file, map_location="cpu", weights_only=weights_only)
-            except Exception as failure:
-                error = failure
-        raise_together(ranks, error, "load a checkpoint")
-        return Checkpoint(ranks.state_from(0, state), entry.step, entry.path)
+        state = ranks.read_on(0, entry.path / folders.STATE, weights_only)
+        return Checkpoint(state, entry.step, entry.path)
     if into is None:
         raise TypeError(f"{entry.path} is sharded: give a state to fill, load(..., into=state)")
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,12 +11,7 @@ from torch import Tensor
 
 from mpiddp.checkpoint.trees import leaves, map_leaves
 
-__all__ = ["Ranks", "raise_together", "twin_of"]
-
-# The groups that background threads use, of the groups that were given.
-_twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
-    weakref.WeakKeyDictionary()
-)
+__all__ = ["Ranks", "raise_together"]
 
 # Smaller tensors travel with the pickled rest of the state.
 _LARGE = 1 << 16
@@ -51,6 +46,21 @@ class Ranks:
     def from_first(self, value: Any) -> Any:
         """Return the first rank's value. Collective."""
         return self._from(0, value)
+
+    def read_on(self, source: int, file: Path | None, weights_only: bool) -> Any:
+        """Return what `torch.save` has written to a file that one rank sees. Collective.
+
+        Raises what `torch.load` does there, and RuntimeError on the other ranks.
+        """
+        state, error = None, None
+        if self.rank == source:
+            assert file is not None
+            try:
+                state = torch.load(file, map_location="cpu", weights_only=weights_only)
+            except Exception as failure:
+                error = failure
+        raise_together(self, error, f"load what rank {source} reads")
+        return self.state_from(source, state)
 
     def state_from(self, source: int, state: Any) -> Any:
         """Return the state of one rank, with tensors of its own on each rank. Collective."""
@@ -122,19 +132,3 @@ def raise_together(ranks: Ranks, error: BaseException | None, what: str) -> None
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
     if failed:
         raise RuntimeError(f"rank {ranks.rank} cannot {what}: {failed[0]}")
-
-
-def twin_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return a group of the same ranks, the same one each time; None without torch.distributed.
-
-    Collective over `group` when it is made.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    original = dist.group.WORLD if group is None else group
-    assert original is not None
-    if original not in _twins:
-        _twins[original] = dist.new_group(
-            dist.get_process_group_ranks(original), use_local_synchronization=True
-        )
-    return _twins[original]

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from mpiddp.checkpoint import folders
-from mpiddp.checkpoint.ranks import Ranks, raise_together, twin_of
+from mpiddp.checkpoint.ranks import Ranks, raise_together
 from mpiddp.checkpoint.sharded import is_sharded
 from mpiddp.checkpoint.trees import Copier
+from mpiddp.torch_internals.group_twins import twin_of
 
 __all__ = ["async_save", "save", "write"]
 
@@ -104,8 +105,11 @@ def async_save(
     if _background is None:
         _background = concurrent.futures.ThreadPoolExecutor(1, "mpiddp checkpoint")
     if sharded:
-        # On a group of its own: collectives of two threads have no common order on all ranks.
-        twin = twin_of(group)
+        twin = None
+        if dist.is_initialized():
+            whole = dist.group.WORLD if group is None else group
+            assert whole is not None
+            twin = twin_of(whole)
         arguments = Copier().copied(state), Path(root), step, keep, twin
         _last = _background.submit(_save_sharded, *arguments)
     elif ranks.rank == 0:

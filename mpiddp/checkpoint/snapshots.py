@@ -15,12 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from mpiddp.checkpoint import folders
 from mpiddp.checkpoint.loading import Checkpoint
-from mpiddp.checkpoint.ranks import Ranks, raise_together
+from mpiddp.checkpoint.ranks import Ranks
 from mpiddp.checkpoint.saving import write
 from mpiddp.checkpoint.sharded import is_sharded
 from mpiddp.checkpoint.trees import Copier
@@ -115,22 +114,17 @@ class Snapshots:
             what was found, its path on the node that had it; None if there is none.
         """
         ranks = Ranks(group)
-        mine, state, error = self._newest() if self._writes else None, None, None
-        steps = ranks.gather(None if mine is None else mine.step)
-        known = [(step, -rank) for rank, step in enumerate(steps) if step is not None]
+        mine = self._newest() if self._writes else None
+        known = [
+            (entry.step, -rank, entry.path)
+            for rank, entry in enumerate(ranks.gather(mine))
+            if entry is not None
+        ]
         if not known:
             return None
-        step, owner = max(known)
-        if ranks.rank == -owner:
-            assert mine is not None
-            try:
-                file = mine.path / folders.STATE
-                state = torch.load(file, map_location="cpu", weights_only=weights_only)
-            except Exception as failure:
-                error = failure
-        raise_together(ranks, error, "load a snapshot")
-        path = ranks.gather(None if mine is None else mine.path)[-owner]
-        return Checkpoint(ranks.state_from(-owner, state), step, path)
+        step, owner, path = max(known)
+        file = None if mine is None else mine.path / folders.STATE
+        return Checkpoint(ranks.read_on(-owner, file, weights_only), step, path)
 
     def clear(self) -> None:
         """Remove this node's snapshots: the training is at its end. Not collective."""

@@ -24,7 +24,7 @@ class _Notice:
         self._agreement = Agreement(self._communicator)
         self._threaded = settings.PROGRESS_THREAD.read() is not False
         self._wanted = False
-        world.accompany(self)
+        world.add_companion(self)
         self._before: dict[int, Any] = {}
         for number in signals:
             self._before[number] = signal.signal(number, self._handle)
@@ -96,7 +96,7 @@ def uninstall() -> None:
     Collective over the world. `destroy_process_group` does it too. Harmless without `install`.
     """
     if _notice is not None:
-        world.leave_alone(_notice)
+        world.remove_companion(_notice)
         _notice.end()
 
 

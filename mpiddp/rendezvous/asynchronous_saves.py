@@ -1,8 +1,7 @@
 """Give torch.distributed.checkpoint.async_save a group of its own where the group is mpiddp's.
 
-It calls collectives from a second thread. If training used the same group meanwhile, the order of
-collectives would differ from rank to rank: with Gloo as with MPI, tensors would arrive in wrong
-places, or nowhere. So a save runs on a group of the same ranks that nothing else uses.
+It calls collectives from a second thread. If training used the same group meanwhile, with Gloo as
+with MPI tensors would arrive in wrong places, or nowhere.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mpiddp.torch_internals.group_twins import twin_of
 from mpiddp.torch_internals.patching import when_imported
 
 __all__ = ["install"]
 
 _MODULE = "torch.distributed.checkpoint._async_thread_executor"
 
-# The group that saves of a group use, and the last save on it.
-_twins: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, Future[Any] | None]]
-_twins = weakref.WeakKeyDictionary()
+# The last save of each group.
+_saves: weakref.WeakKeyDictionary[dist.ProcessGroup, Future[Any]] = weakref.WeakKeyDictionary()
 
 
 def install() -> None:
@@ -48,16 +47,12 @@ def _on_a_twin(torchs: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]
             group = dist.group.WORLD
         if not isinstance(group, ProcessGroup) or kwargs.get("no_dist"):
             return torchs(self, *args, **kwargs)
-        twin, last = _twins.get(group, (None, None))
-        if twin is None:
-            twin = dist.new_group(
-                dist.get_process_group_ranks(group), use_local_synchronization=True
-            )
+        last = _saves.get(group)
         if last is not None:
             with contextlib.suppress(Exception):  # it has been told to whoever holds the future
                 last.result()
-        saving = torchs(self, *args, **{**kwargs, "process_group": twin})
-        _twins[group] = (twin, saving)
+        saving = torchs(self, *args, **{**kwargs, "process_group": twin_of(group)})
+        _saves[group] = saving
         return saving
 
     return execute_save

@@ -273,7 +273,7 @@ def get_topology() -> Topology:
     return _world.topology
 
 
-def accompany(companion: Companion) -> None:
+def add_companion(companion: Companion) -> None:
     """Let `companion` live as long as the world. Not collective."""
     if _world is None:
         raise RuntimeError("there is a world after mpiddp.init_process_group()")
@@ -281,8 +281,8 @@ def accompany(companion: Companion) -> None:
     _world.roll_call.watches.append(companion.look)
 
 
-def leave_alone(companion: Companion) -> None:
-    """Take back `accompany`. Not collective."""
+def remove_companion(companion: Companion) -> None:
+    """Take back `add_companion`. Not collective."""
     if _world is not None:
         _world.companions.remove(companion)
         _world.roll_call.watches.remove(companion.look)

@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import loss_of, mlp
-from replicas import RANK, SIZE, all_bits, gather, together
+from replicas import RANK, SIZE, all_bits, gather, together, trained_with_adam
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from mpiddp import DistributedDataParallel as DDP
 from mpiddp import checkpoint
 
 pytestmark = pytest.mark.mpi
@@ -23,22 +22,12 @@ pytestmark = pytest.mark.mpi
 Pair = collections.namedtuple("Pair", "left right")
 
 
-def trained() -> tuple[DDP, torch.optim.Optimizer]:
-    wrapped = DDP(mlp(3, 4, 2))
-    optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss_of(wrapped, torch.randn(2, 3, dtype=torch.float64) + RANK).backward()
-        optimizer.step()
-    return wrapped, optimizer
-
-
 def names(root: Path) -> list[str]:
     return sorted(each.name for each in root.iterdir())
 
 
 def test_save_and_load(mpi_tmp_path):
-    wrapped, optimizer = trained()
+    wrapped, optimizer = trained_with_adam()
     state = {"model": wrapped.module.state_dict(), "optimizer": optimizer.state_dict()}
     path = checkpoint.save(state, mpi_tmp_path / "all", step=7)
     found = checkpoint.load(mpi_tmp_path / "all")
@@ -200,8 +189,7 @@ def test_one_rank_cannot_write(mpi_tmp_path):
 
 
 @pytest.mark.thorough
-def test_full_disk(mpi_tmp_path):
-    """A file of the root's name stands for what the system refuses."""
+def test_folder_that_cannot_be_made(mpi_tmp_path):
     (mpi_tmp_path / "file").touch()
     with pytest.raises((FileExistsError, RuntimeError), match="File exists"):
         checkpoint.save({"a": 1}, mpi_tmp_path / "file", step=2)
@@ -222,7 +210,7 @@ class TestAsync:
     """The step goes on, and what is written is the state of the call."""
 
     def test_state_changes_meanwhile(self, mpi_tmp_path):
-        wrapped, optimizer = trained()
+        wrapped, optimizer = trained_with_adam()
         state = {"model": wrapped.module.state_dict(), "optimizer": optimizer.state_dict()}
         before = all_bits(wrapped.module.state_dict().items())
         saving = checkpoint.async_save(state, mpi_tmp_path, step=3)

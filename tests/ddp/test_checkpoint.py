@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import loss_of, mlp
-from replicas import RANK, SIZE, all_bits, assert_same_bits, gather, together
+from replicas import RANK, SIZE, all_bits, assert_same_bits, gather, together, trained_with_adam
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -26,18 +26,8 @@ from mpiddp import DistributedDataParallel as DDP
 pytestmark = pytest.mark.mpi
 
 
-def trained() -> tuple[DDP, torch.optim.Optimizer]:
-    wrapped = DDP(mlp(3, 4, 2))
-    optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss_of(wrapped, torch.randn(2, 3, dtype=torch.float64) + RANK).backward()
-        optimizer.step()
-    return wrapped, optimizer
-
-
 def test_save_and_load(mpi_tmp_path, gloo):
-    wrapped, _ = trained()
+    wrapped, _ = trained_with_adam()
     path = str(mpi_tmp_path / "checkpoint")
     dcp.save({"model": wrapped.state_dict(), "step": 7}, checkpoint_id=path)
     for again in (DDP(mlp(3, 4, 2)), TorchDDP(mlp(3, 4, 2), process_group=gloo)):
@@ -51,7 +41,7 @@ def test_save_and_load(mpi_tmp_path, gloo):
 
 def test_model_and_optimizer(mpi_tmp_path):
     """With the helpers that take the wrapper's prefix off, into a plain model too."""
-    wrapped, optimizer = trained()
+    wrapped, optimizer = trained_with_adam()
     model_state, optimizer_state = get_state_dict(wrapped, optimizer)
     path = str(mpi_tmp_path / "checkpoint")
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, settings
+from models import loss_of, mlp
 from torch import Tensor, nn
 
 from mpiddp import DistributedDataParallel as DDP
@@ -276,3 +277,14 @@ def mean_by_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(total)
     return future
+
+
+def trained_with_adam() -> tuple[DDP, torch.optim.Optimizer]:
+    """Return a small wrapped model and its optimizer after two steps. Collective."""
+    wrapped = DDP(mlp(3, 4, 2))
+    optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(wrapped, torch.randn(2, 3, dtype=torch.float64) + RANK).backward()
+        optimizer.step()
+    return wrapped, optimizer
