@@ -13,7 +13,7 @@ from posix.time cimport CLOCK_MONOTONIC
 from mpi4py.libmpi cimport MPI_COMM_NULL, MPI_Comm
 
 from mpiddp.engine.forks cimport is_child
-from mpiddp.engine.interface cimport note_end
+from mpiddp.engine.interface cimport ChannelState, fail, note_end
 from mpiddp.engine.progress cimport (
     SIGNAL_CHECK, drive, engine_thread, enqueue, hears, step_channels, wake_thread,
 )
@@ -131,6 +131,23 @@ cdef class Engine:
         inner = getattr(channel.transport, "inner", None)
         if inner is not None:
             self.close_channel(inner)
+
+    def fail_channels(self, int code):
+        """Let every job under way, and every later one, fail with an MPI error code.
+
+        Not collective. For waits in memory that ranks share, of which MPI knows nothing.
+        """
+        cdef ChannelState *channel
+        with nogil:
+            pthread_mutex_lock(&self.state.progress_lock)
+        channel = self.state.channels
+        while channel != NULL:
+            if channel.transport != NULL and not channel.failure:
+                fail(self.state, channel, code)
+                if channel.failed_call == NULL:  # the transport has called nothing so far
+                    channel.failed_call = "the wait for other ranks"
+            channel = channel.next
+        pthread_mutex_unlock(&self.state.progress_lock)
 
     def stop(self):
         """Stop the threads and forget the channels; jobs in flight are abandoned.

@@ -29,6 +29,7 @@ from mpiddp.transports cimport wire
 from mpiddp.transports.shared cimport (
     SharedBucket, all_arrived, all_finished, announce, finish_chunk, sleep, take_ticket,
 )
+from mpiddp.mpi.communicators import note
 from mpiddp.transports.shared import SharedBuckets, make_bell
 from mpiddp.transports.wire import Wire
 
@@ -141,10 +142,10 @@ cdef class LaneTransport:
         self.state.lanes = min(sizes)
         drives = self.state.shared.rank < self.state.lanes
         # All lanes have the nodes in the same order.
-        lane = communicator.Split(
+        lane = note(communicator.Split(
             self.state.shared.rank if drives else MPI.UNDEFINED,
             node.bcast(communicator.Get_rank()),
-        )
+        ))
         if drives:
             self.wire = Wire(
                 lane, chunk_bytes=chunk_bytes, window=window, ways=ways, group=group,

@@ -14,6 +14,7 @@ from mpiddp.engine.interface cimport MAX_SLOTS
 from mpiddp.mpi.errors cimport check_errno
 from mpiddp.system.kernels cimport element_bytes
 from mpiddp.transports cimport chunk_exchange, chunk_sums
+from mpiddp.mpi.communicators import note
 from mpiddp.transports.wire_choice import DIRECT, IALLREDUCE, TWO_LEVEL
 
 
@@ -112,7 +113,7 @@ cdef class Wire:
             self.state.exchanges[<int>WAY_TWO_LEVELS].repeats = True
             rank = communicator.Get_rank()
             for colour in (rank // group, ranks + rank % group):
-                level = communicator.Split(colour, rank)
+                level = note(communicator.Split(colour, rank))
                 self.communicators.append(level)
                 self.unused = level
                 self._add_level(WAY_TWO_LEVELS, level)
@@ -134,7 +135,7 @@ cdef class Wire:
 
         taken = communicator
         if self.unused is not communicator:
-            taken = communicator.Dup()
+            taken = note(communicator.Dup())
             self.communicators.append(taken)
         self.unused = None
         taken.Set_errhandler(MPI.ERRORS_RETURN)

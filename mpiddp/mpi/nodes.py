@@ -7,6 +7,8 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mpiddp.mpi.communicators import note
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -57,7 +59,7 @@ def find_topology(communicator: MPI.Intracomm, cores: Set[int] | None = None) ->
     from mpi4py import MPI
 
     rank = communicator.Get_rank()
-    node = communicator.Split_type(MPI.COMM_TYPE_SHARED, key=rank)
+    node = note(communicator.Split_type(MPI.COMM_TYPE_SHARED, key=rank))
     try:
         lowest_rank_here = node.allreduce(rank, op=MPI.MIN)
         lowest_ranks = sorted(set(communicator.allgather(lowest_rank_here)))
@@ -100,4 +102,4 @@ def ranks_of_node(communicator: MPI.Comm) -> MPI.Comm:
     """Return a communicator of the ranks that share memory with this one. Collective."""
     from mpi4py import MPI  # initialises MPI, which importing this file must not
 
-    return communicator.Split_type(MPI.COMM_TYPE_SHARED, key=communicator.Get_rank())
+    return note(communicator.Split_type(MPI.COMM_TYPE_SHARED, key=communicator.Get_rank()))

@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -72,6 +73,8 @@ class DeadPeers:
                     descriptor = os.pidfd_open(process_id)
                     self._peers[descriptor] = _Peer(rank, process_id)
                     self._poll.register(descriptor, select.POLLIN)
+        # Called instead of ending the job, where the others can go on.
+        self.on_loss: Callable[[], None] | None = None
         # So nobody has ended, and its number is nobody else's, before all have looked.
         node.Barrier()
         node.Free()
@@ -81,6 +84,10 @@ class DeadPeers:
         for descriptor, _ in self._poll.poll(0):
             self._poll.unregister(descriptor)
             self._peers[descriptor].died = time.monotonic()
+            if self.on_loss is not None:
+                self.on_loss()
+        if self.on_loss is not None:
+            return
         for descriptor, peer in self._peers.items():
             if peer.died and time.monotonic() - peer.died > self._patience:
                 waits = self._waits_for(peer.rank)

@@ -23,7 +23,7 @@ from mpiddp.engine.engine import Engine
 from mpiddp.engine.requests import Pending, Requests
 from mpiddp.flight_recorder import files, ring, sources
 from mpiddp.flight_recorder.call_text import Call, call_of, ranks_in_words
-from mpiddp.mpi import uncaught
+from mpiddp.mpi import communicators, uncaught
 from mpiddp.process_group import call_check, gpu_tensors
 from mpiddp.process_group.futures import FutureCompleter
 from mpiddp.process_group.gpu_tensors import GpuWork
@@ -84,6 +84,7 @@ class OperationRunner(dist.ProcessGroup):
         # As torch wraps other backends: if the debug level was set before the group was made.
         self._checked = get_debug_level() == DebugLevel.DETAIL
         self._name = ""
+        communicators.note(communicator)
         communicator.Set_name("mpiddp")
 
     # Called many times per operation; torch's own take two microseconds each.

@@ -29,6 +29,7 @@ from mpi4py import MPI
 from mpiddp import settings
 from mpiddp.flight_recorder import files
 from mpiddp.flight_recorder.call_text import describe, is_of_a_library, ranks_in_words
+from mpiddp.mpi import communicators
 
 if TYPE_CHECKING:
     from mpiddp.process_group.interface import RunningGroup
@@ -97,7 +98,7 @@ class RollCall:
         self._thread: threading.Thread | None = None
         if not threaded or communicator.Get_size() == 1:
             return
-        self._communicator = communicator.Dup()
+        self._communicator = communicators.note(communicator.Dup())
         self._communicator.Set_name("mpiddp roll call")
         self._communicator.Set_errhandler(MPI.ERRORS_RETURN)
         self.start()

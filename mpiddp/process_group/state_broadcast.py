@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from mpi4py import MPI
 
-from mpiddp.mpi import datatypes, nodes
+from mpiddp.mpi import communicators, datatypes, nodes
 from mpiddp.process_group import gpu_tensors
 from mpiddp.transports.shared_broadcast import SharedBroadcast, bytes_needed
 
@@ -36,7 +36,9 @@ class StateBroadcast:
         self._group = group
         self._node = nodes.ranks_of_node(communicator)
         leads = self._node.Get_rank() == 0
-        self._leaders = communicator.Split(0 if leads else MPI.UNDEFINED, communicator.Get_rank())
+        self._leaders = communicators.note(
+            communicator.Split(0 if leads else MPI.UNDEFINED, communicator.Get_rank())
+        )
         self._nodes = communicator.allreduce(int(leads))
         self._shared: SharedBroadcast | None = None
         self._possible = self._nodes < communicator.Get_size()

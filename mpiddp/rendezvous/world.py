@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Store
 from mpiddp.engine import forks
 from mpiddp.flight_recorder import files
 from mpiddp.flight_recorder.trigger import Trigger
-from mpiddp.mpi import uncaught
+from mpiddp.mpi import communicators, losses, uncaught
 from mpiddp.mpi.nodes import Topology, find_topology
 from mpiddp.process_group.futures import FutureCompleter
 from mpiddp.rendezvous import launch_checks
@@ -146,7 +146,7 @@ def begin_world(
     forks.check("init_process_group")
     # Left over if torch.distributed.destroy_process_group() was called instead of ours.
     _leave_world()
-    own = checked_communicator(comm).Dup()
+    own = communicators.note(checked_communicator(comm).Dup())
     uncaught.watch(own.Get_rank(), own.Get_size())
     try:
         with uncaught.paused():  # torch's own hook only adds the rank to the traceback
@@ -156,7 +156,7 @@ def begin_world(
         _end_unless_all_fail(own, error)
         if _world is None:
             own.Free()
-        _leave_world()
+        _leave_world(lost=losses.is_loss(error))
         raise
     assert _world is not None
     _world.started = True
@@ -207,7 +207,7 @@ def _end_unless_all_fail(communicator: MPI.Intracomm, error: BaseException) -> N
     """
     from mpi4py import MPI
 
-    if communicator.Get_size() == 1:
+    if communicator.Get_size() == 1 or losses.is_loss(error):
         return
     with contextlib.suppress(MPI.Exception):
         if isinstance(error, Exception) and _all_are_here(communicator):  # not Ctrl-C
@@ -347,7 +347,42 @@ def shared_store(communicator: MPI.Intracomm, topology: Topology, timeout: timed
     return _world.store
 
 
-def _leave_world() -> None:
+def rebuild(survivors: MPI.Intracomm, timeout: timedelta) -> None:
+    """Leave a world that has lost ranks, and begin one of the ranks that are left.
+
+    Collective over `survivors`, whose ranks the new world has.
+
+    Args:
+        survivors: of the ranks that are left; MPI has ended what was under way in the old world.
+        timeout: see `init_process_group`.
+
+    Raises:
+        MPI.Exception, MPIError: another rank was lost meanwhile.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _leave_world(lost=True)
+    init_process_group(survivors, timeout)
+
+
+def fail_what_is_under_way(code: int) -> None:
+    """Let every wait of this process for other ranks fail with an MPI error. Not collective."""
+    communicators.revoke_all()
+    if _world is not None:
+        _world.requests.engine.fail_channels(code)
+
+
+def on_loss(function: Callable[[], None]) -> None:
+    """Call `function`, in a thread, instead of ending the job when a rank has died.
+
+    Not collective.
+    """
+    assert _world is not None
+    _world.dead_peers.on_loss = function
+
+
+def _leave_world(lost: bool = False) -> None:
+    """Take the world apart. Collective unless ranks are lost."""
     global _world
     world, _world = _world, None
     if world is None:
@@ -358,7 +393,7 @@ def _leave_world() -> None:
     if forks.forked():
         return  # the threads are not here, and MPI is the parent's
     for companion in world.companions:
-        companion.end()
+        companion.leave() if lost else companion.end()
     world.completion.stop()
     world.requests.engine.stop()
     world.roll_call.free()

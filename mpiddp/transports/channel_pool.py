@@ -11,6 +11,7 @@ from mpi4py import MPI
 from torch._C._distributed_c10d import AllreduceOptions
 
 from mpiddp.gpu.runtime import runtime_of
+from mpiddp.mpi import communicators
 from mpiddp.transports.choice import open_channel, open_channel_of_one, shares_memory
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class ChannelPool:
     def _open(self, transport: str, device: torch.device | None) -> Channel:
         if self._group.size() == 1:
             return open_channel_of_one(self._group.engine, device)
-        communicator = self._group.communicator.Dup()
+        communicator = communicators.note(self._group.communicator.Dup())
         communicator.Set_errhandler(MPI.ERRORS_RETURN)
         communicator.Set_name(f"mpiddp gradients {len(self._channels)}")
         return open_channel(self._group.engine, communicator, transport, device)

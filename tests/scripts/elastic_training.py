@@ -1,0 +1,82 @@
+"""Train with mpiddp.elastic; ranks are killed at given moments.
+
+    mpirun --with-ft ulfm -n 4 python elastic_training.py STEPS RANK:SECONDS ...
+
+SECONDS count from when the rank began the function. Each rank that ends prints a line of JSON.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+
+import mpiddp
+from mpiddp import DistributedDataParallel as DDP
+from mpiddp import elastic
+
+STEPS = int(sys.argv[1])
+KILLS = {int(rank): float(after) for rank, _, after in (a.partition(":") for a in sys.argv[2:])}
+START = MPI.COMM_WORLD.Get_rank()
+
+
+def kill_after(seconds: float) -> None:
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+torch.set_num_threads(1)
+torch.manual_seed(START)
+mpiddp.init_process_group()
+model = torch.nn.Sequential(
+    torch.nn.Linear(32, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 1)
+)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+data = torch.utils.data.TensorDataset(
+    torch.randn(512, 32, generator=torch.Generator().manual_seed(0))
+)
+sampler = elastic.Sampler(data)
+state = elastic.State(model=model, optimizer=optimizer, sampler=sampler, step=0, epoch=0)
+worlds = []
+transport = os.environ.get("MPIDDP_TRANSPORT", "auto")
+
+
+@elastic.run
+def train(state):
+    worlds.append((dist.get_world_size(), state.step))
+    if len(worlds) == 1 and START in KILLS:
+        threading.Thread(target=kill_after, args=[KILLS[START]], daemon=True).start()
+    ddp = DDP(state.model, init_sync=False)
+    loader = torch.utils.data.DataLoader(data, 8, sampler=state.sampler)
+    while state.step < STEPS:
+        state.sampler.set_epoch(state.epoch)
+        for number, (batch,) in enumerate(loader):
+            state.optimizer.zero_grad()
+            (ddp(batch) - batch.sum(1, keepdim=True)).square().mean().backward()
+            state.optimizer.step()
+            state.sampler.record_batch(number, 8)
+            state.step += 1
+            state.commit()
+            if state.step == STEPS:
+                break
+        else:
+            state.epoch += 1
+    loss = (ddp(data[:][0]) - data[:][0].sum(1, keepdim=True)).square().mean()
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size()
+
+
+began = time.monotonic()
+loss = train(state)
+digest = hashlib.sha256()
+for parameter in model.parameters():
+    digest.update(parameter.detach().numpy().tobytes())
+said = {"rank": START, "worlds": worlds, "steps": state.step, "loss": loss, "epoch": state.epoch}
+print(json.dumps(said | {"bits": digest.hexdigest()}), flush=True)
+mpiddp.destroy_process_group()
