@@ -33,6 +33,7 @@ from mpiddp.data_parallel.wrapper import DataParallel  # noqa: E402
 from mpiddp.ddp import logger  # noqa: E402
 from mpiddp.ddp.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from mpiddp.ddp.wrapper import DistributedDataParallel  # noqa: E402
+from mpiddp.elastic import running as _running  # noqa: E402, F401
 from mpiddp.mpi.nodes import Topology  # noqa: E402
 from mpiddp.optim import node_optimizer as _node_optimizer  # noqa: E402, F401
 from mpiddp.preemption import notice as _notice  # noqa: E402, F401
@@ -60,6 +61,7 @@ __all__ = [
     "compiled_against",
     "compression",
     "destroy_process_group",
+    "elastic",
     "get_topology",
     "init_process_group",
     "optim",

@@ -82,7 +82,7 @@ class _Watch:
 
     def __init__(self) -> None:
         self._communicator = world.communicator()
-        world.accompany(self)
+        world.add_companion(self)
         world.on_loss(_fail_everything)
 
     def look(self) -> None:

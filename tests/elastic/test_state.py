@@ -42,7 +42,7 @@ def test_the_one_that_has_come_farthest(farthest):
     state = elastic.State(model=model, optimizer=optimizer, step=0)
     state.sync()
     ahead = 0 if farthest == "first" else SIZE - 1
-    for _ in range(2 if RANK == ahead else 1):
+    for _ in range(2 if ahead == RANK else 1):
         step(state)
         state.step += 1
         state.commit()
