@@ -6,6 +6,10 @@ cdef enum WaitStatus:
     WAIT_TIMED_OUT
 
 
+# Whether `Engine.fail_channels` was called and no other engine was made since.
+cdef int has_failed() noexcept nogil
+
+
 cdef class Engine:
     cdef EngineState *state
     cdef bint threaded

@@ -30,6 +30,14 @@ from mpiddp.engine.memory import allocate_private
 from mpiddp.system import helpers
 
 
+# For waits without a channel, in any thread.
+cdef int failed = 0
+
+
+cdef int has_failed() noexcept nogil:
+    return load(&failed)
+
+
 cdef class Engine:
     """The progress engine of a process.
 
@@ -62,6 +70,7 @@ cdef class Engine:
         )
         check_errno(pthread_cond_init(&self.state.wake, &attributes), "pthread_cond_init")
         pthread_condattr_destroy(&attributes)
+        store(&failed, 0)
 
     def __dealloc__(self):
         if self.state == NULL:
@@ -138,6 +147,7 @@ cdef class Engine:
         Not collective. For waits in memory that ranks share, of which MPI knows nothing.
         """
         cdef ChannelState *channel
+        store(&failed, 1)
         with nogil:
             pthread_mutex_lock(&self.state.progress_lock)
         channel = self.state.channels

@@ -37,6 +37,7 @@ from posix.time cimport timespec
 
 import torch
 
+from mpiddp.engine.engine cimport has_failed
 from mpiddp.engine.interface cimport (
     ADVANCE_BLOCKED, ADVANCE_DONE, ADVANCE_PENDING, ADVANCE_SOME, Advance, Job, Transport,
 )
@@ -152,6 +153,8 @@ cdef int wait_for(Bell *counter, uint32_t target, double timeout, bint crowded) 
                 if crowded or now() - began > SPIN:
                     sleep_on(counter, counted, SIGNAL_CHECK)
         PyErr_CheckSignals()
+        if has_failed():
+            raise RuntimeError("a rank was lost that this one waits for in memory that they share")
         if now() - began > timeout:
             return 0
 

@@ -57,13 +57,16 @@ class Snapshots:
             raise ValueError(f"share must be more than 0 and at most 1, not {share}")
         self._root = Path(folder) / f"mpiddp-snapshots-{getpass.getuser()}-{name}"
         self._share = share
-        # As torchrun and mpiddp say it.
-        self._writes = os.environ.get("LOCAL_RANK", "0") == "0"
         self._thread = ThreadPoolExecutor(1, "mpiddp snapshots")
         self._copier = Copier()
         self._writing: Future[float] | None = None
         self._copying_seconds = 0.0
         self._began = self._next = 0.0
+
+    @property
+    def _writes(self) -> bool:
+        # As torchrun and mpiddp say it. It changes when mpiddp.elastic goes on without a rank.
+        return os.environ.get("LOCAL_RANK", "0") == "0"
 
     def step(self, state: Callable[[], Any], step: int) -> bool:
         """Make a snapshot if it is time. Not collective; every rank calls it after each step.

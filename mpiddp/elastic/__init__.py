@@ -4,7 +4,7 @@
 
     @elastic.run
     def train(state):
-        ddp = DistributedDataParallel(state.model)
+        ddp = DistributedDataParallel(state.model, init_sync=False)
         while state.step < 1000:
             ...
             state.step += 1
@@ -20,8 +20,8 @@ May import: the leaves, mpi, rendezvous and checkpoint. Must never hide an error
 lost rank.
 """
 
-from mpiddp.elastic.running import run
+from mpiddp.elastic.running import grow, run
 from mpiddp.elastic.sampler import Sampler
 from mpiddp.elastic.state import State
 
-__all__ = ["Sampler", "State", "run"]
+__all__ = ["Sampler", "State", "grow", "run"]

@@ -1,185 +1,172 @@
-"""Call a training function again when ranks were lost."""
+"""Call a training function again when ranks were lost or have come."""
 
 from __future__ import annotations
 
 import functools
-import gc
 import sys
 import time
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch.distributed as dist
 
+from mpiddp.elastic import recovery
 from mpiddp.elastic.state import State
-from mpiddp.mpi import communicators, losses
-from mpiddp.rendezvous import world
+from mpiddp.mpi import losses
+from mpiddp.rendezvous import joining, world
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
+__all__ = ["grow", "run"]
 
-__all__ = ["run"]
+Training = TypeVar("Training", bound=Callable[..., Any])
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+
+class _MoreRanksWanted(Exception):
+    """Leaves the function for a larger world."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(
+            "elastic.grow() is for a function under elastic.run, whose caller takes this exception"
+        )
+        self.count = count
+
+
+@overload
+def run(function: Training) -> Training: ...
+
+
+@overload
+def run(
+    *, replace: bool = False, min_ranks: int = 1, most_losses: int | None = None
+) -> Callable[[Training], Training]: ...
 
 
 def run(
-    function: Callable[Concatenate[State, Arguments], Result],
-) -> Callable[Concatenate[State, Arguments], Result]:
-    """Return `function` so that it goes on when ranks are lost.
+    function: Any = None,
+    *,
+    replace: bool = False,
+    min_ranks: int = 1,
+    most_losses: int | None = None,
+) -> Any:
+    """Return `function` so that it goes on when ranks are lost. A decorator.
 
-    Collective, after `init_process_group`. Before the function is called for the first time, the
-    state goes on from a snapshot or checkpoint of an earlier job, if there is one. When a rank is
-    lost, the others leave what they wait for with an error, make a new world of the ranks that are
-    left, take the state of the rank that has come farthest, and call the function again: it wraps
-    the model anew, and makes its groups and its loader.
+    What it returns is collective, after `init_process_group`. Before the function is called for
+    the first time, the state goes on from a snapshot or checkpoint of an earlier job, if there is
+    one. When a rank is lost, the others leave what they wait for with an error, make a new world
+    of the ranks that are left, take the state of the rank that has come farthest, and call the
+    function again: it wraps the model anew, and makes its groups and its loader.
 
     Where the MPI ends the job when a rank is lost, it says so once; the next job goes on.
 
+    A process that comes runs the same script from its beginning. So between `init_process_group`
+    and this function a script must call nothing collective.
+
     Args:
         function: takes the `State`, and whatever else.
+        replace: whether new processes are started for those that were lost (MPI_Comm_spawn).
+            Where the launcher starts none, the others go on without.
+        min_ranks: with fewer ranks the job ends.
+        most_losses: after so many recoveries the next loss ends the job; None: never.
 
     Raises:
-        Whatever the function raises that is not the loss of a rank.
+        RuntimeError: too few ranks are left, or there were too many losses.
+        Exception: whatever the function raises that is not the loss of a rank.
     """
+    if function is None:
+        return functools.partial(run, replace=replace, min_ranks=min_ranks, most_losses=most_losses)
 
     @functools.wraps(function)
-    def elastic(state: State, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def elastic(state: State, *args: Any, **kwargs: Any) -> Any:
         if losses.can_go_on():
-            _Watch()
+            recovery.Watch()
         elif dist.get_rank() == 0:
-            print(
-                f"mpiddp: rank 0: a rank that is lost ends this job, since {losses.why_not()}. "
-                f"Started again, it goes on from its last snapshot or checkpoint",
-                file=sys.stderr,
-                flush=True,
+            _say(
+                f"a rank that is lost ends this job, since {losses.why_not()}. Started again, it "
+                f"goes on from its last snapshot or checkpoint"
             )
-        begun = False
+        # Those that were here before do not look for checkpoints again.
+        begun = joining.is_joining()
+        renewed, times = False, 0
+        state._note()
         while True:
-            finished = False
+            finished, more, result = False, 0, None
             try:
+                if renewed:
+                    state._arrive()
                 if begun or not state.resume():
                     state.sync()
                 begun = True
                 result = function(state, *args, **kwargs)
                 finished = True
+            except _MoreRanksWanted as wanted:
+                more = wanted.count
+                recovery.let_go(wanted)
             except Exception as error:
-                if not losses.can_go_on() or not _is_of_a_loss(error):
+                if not losses.can_go_on() or not recovery.is_of_a_loss(error):
                     raise
-                _let_go(error)
-            if not losses.can_go_on() or _all_agree(world.communicator(), finished):
+                recovery.let_go(error)
+            lost = losses.can_go_on() and not losses.agree(
+                world.communicator(), finished or more > 0
+            )
+            if not lost and not more:
                 return result
-            _recover()
+            times += lost
+            if most_losses is not None and times > most_losses:
+                raise RuntimeError(
+                    f"rank {dist.get_rank()}: ranks were lost {times} times, more often than "
+                    f"most_losses={most_losses}"
+                )
+            _renew(state, lost, more, replace, min_ranks)
+            renewed = True
 
     return elastic
 
 
-class _Watch:
-    """Notices that a rank was lost while this one waits where MPI does not tell."""
+def grow(count: int) -> None:
+    """Leave the function, and call it again with more ranks.
 
-    def __init__(self) -> None:
-        self._communicator = world.communicator()
-        world.add_companion(self)
-        world.on_loss(_fail_everything)
+    Collective, at the end of a step, after `State.commit`. Starts processes with this one's command
+    (MPI_Comm_spawn); where the launcher starts none, the function goes on with the ranks there are.
 
-    def look(self) -> None:
-        if _has_lost(self._communicator):
-            _fail_everything()
-
-    def end(self) -> None:
-        """Nothing is to be freed."""
-
-    def leave(self) -> None:
-        """Nothing is to be said."""
-
-
-def _fail_everything() -> None:
-    from mpi4py import MPI
-
-    world.fail_what_is_under_way(MPI.ERR_PROC_FAILED)
-
-
-def _has_lost(communicator: MPI.Intracomm) -> bool:
-    if not communicator:
-        return False
-    failed = communicator.Get_failed()
-    lost = failed.Get_size() > 0
-    failed.Free()
-    return lost or communicator.Is_revoked()
-
-
-def _is_of_a_loss(error: Exception) -> bool:
-    """Return whether an error of any kind came of a loss. Not collective."""
-    if losses.is_loss(error):
-        return True
-    # A library may have raised an error of its own in between; and the news may come later.
-    deadline = time.monotonic() + 1
-    while time.monotonic() < deadline:
-        if _has_lost(world.communicator()):
-            return True
-        time.sleep(0.01)
-    return False
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Let frames of the function go, with the wrapper and loaders in them."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
-    gc.collect()
-
-
-def _all_agree(communicator: MPI.Intracomm, fine: bool) -> bool:
-    """Return whether all ranks are fine and none is lost: the same on all. Collective.
-
-    See Note [Agreement after a loss].
+    Args:
+        count: how many ranks are to come.
     """
-    from mpi4py import MPI
-
-    try:
-        return bool(communicator.Agree(int(fine)))
-    except MPI.Exception:
-        return False
+    if count < 1:
+        raise ValueError(f"count must be 1 or more, not {count}")
+    raise _MoreRanksWanted(count)
 
 
-def _recover() -> None:
-    """Make a new world of the ranks that are left. Collective over those.
-
-    Note [Agreement after a loss]
-    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Some ranks hear of a loss when others have come to the end of what they did, of the function or
-    of the making of a world. All must shrink the same communicator, or none. So each of the two
-    ends with MPI_Comm_agree, which all ranks that live call, and whose result is the same on all.
-    """
+def _renew(state: State, lost: bool, more: int, replace: bool, min_ranks: int) -> None:
+    """Make the new world, and say so. Collective over the ranks that live."""
     began = time.monotonic()
-    timeout: timedelta = getattr(dist.group.WORLD, "timeout", world.DEFAULT_TIMEOUT)
-    communicator = world.communicator()
-    before = communicator.Get_size()
-    _fail_everything()
-    while True:
-        survivors = communicators.note(communicator.Shrink())
-        fine = True
-        try:
-            world.rebuild(survivors, timeout)
-        except Exception as error:
-            if not losses.is_loss(error):
-                raise
-            fine = False
-            _fail_everything()
-        if _all_agree(survivors, fine):
-            break
-        communicator = survivors  # another one was lost meanwhile
-    survivors.Free()
-    _Watch()
-    if dist.get_rank() == 0:
-        lost = before - dist.get_world_size()
-        print(
-            f"mpiddp: {lost} of {before} ranks {'was' if lost == 1 else 'were'} lost; the others "
-            f"go on after {time.monotonic() - began:.1f} s",
-            file=sys.stderr,
-            flush=True,
+    before = dist.get_world_size()
+    wanted = before if lost and replace else 0 if lost else before + more
+    number, come = recovery.renew(wanted, lost, state._leave)
+    if losses.can_go_on():
+        recovery.Watch()
+    if dist.get_world_size() < min_ranks:
+        raise RuntimeError(
+            f"rank {dist.get_rank()}: {dist.get_world_size()} of {before} ranks are left, fewer "
+            f"than min_ranks={min_ranks}"
         )
+    if dist.get_rank() == 0:
+        parts = [f"{number} of {before} ranks {_were(number)} lost"] if number else []
+        if come:
+            parts.append(f"{come} {_have(come)} come")
+        elif wanted > before - number:
+            parts.append("the launcher starts no more processes")
+        _say(
+            f"{', '.join(parts)}; training goes on with {dist.get_world_size()} after "
+            f"{time.monotonic() - began:.1f} s"
+        )
+
+
+def _say(text: str) -> None:
+    print(f"mpiddp: rank 0: {text}", file=sys.stderr, flush=True)
+
+
+def _were(count: int) -> str:
+    return "was" if count == 1 else "were"
+
+
+def _have(count: int) -> str:
+    return "has" if count == 1 else "have"

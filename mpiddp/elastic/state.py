@@ -53,14 +53,17 @@ class State:
         name: str | None = None,
         **parts: Any,
     ) -> None:
-        self._names = list(parts)
-        for each, part in parts.items():
-            setattr(self, each, part)
         self._keep_copies = keep_copies
         self._checkpoints, self._every = checkpoints, every
         name = name or os.environ.get("SLURM_JOB_ID")
         self._snapshots = Snapshots(name) if name else None
         self._copier = Copier()
+        self._hold(parts)
+
+    def _hold(self, parts: dict[str, Any]) -> None:
+        self._names = list(parts)
+        for name, part in parts.items():
+            setattr(self, name, part)
         self.commits = 0
         self._note()
 
@@ -137,6 +140,12 @@ class State:
         self.commits = newest.step
         self._note()
         return True
+
+    def _leave(self) -> None:
+        """Free what belongs to the world that ends. Not collective; maybe called several times."""
+
+    def _arrive(self) -> None:
+        """Make what belongs to the new world, before `sync`. Collective."""
 
     def _everything(self) -> dict[str, Any]:
         """Return all parts, in the form that is saved and sent."""

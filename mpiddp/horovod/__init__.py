@@ -1,8 +1,8 @@
 """Horovod's API for PyTorch, on mpiddp: ``import mpiddp.horovod as hvd``.
 
-May import: the leaves, mpi, torch_internals, engine, transports, process_group, reducer, rendezvous
-and ddp. Must never change the user's own process groups, or match operations by the order of their
-calls.
+May import: the leaves, mpi, torch_internals, engine, transports, process_group, reducer,
+rendezvous, checkpoint, ddp and elastic. Must never change the user's own process groups, or match
+operations by the order of their calls.
 """
 
 from mpiddp.horovod import elastic

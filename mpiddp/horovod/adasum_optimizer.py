@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from mpiddp.horovod.adasum import adasum
+from mpiddp.horovod.adasum import adasum, is_power_of_two
+from mpiddp.horovod.process_sets import ProcessSet, registered
 from mpiddp.process_group.group import ProcessGroup
 from mpiddp.torch_internals.compiler import skip_compilation
 
@@ -20,15 +21,31 @@ from mpiddp.torch_internals.compiler import skip_compilation
 class AdasumMethods(torch.optim.Optimizer):
     """What a DistributedOptimizer with op=Adasum does in place of the one it was made of."""
 
-    _group: ProcessGroup
+    _group: ProcessGroup | None
+    _process_set: ProcessSet
     _compression: Any
     backward_passes_per_step: int
+
+    def renew(self) -> None:
+        """Add over the ranks that the process set has now. Not collective.
+
+        Raises:
+            ValueError: their number is no power of two.
+        """
+        group = registered(self._process_set).group
+        if group is not None and not is_power_of_two(group.size()):
+            raise ValueError(
+                f"op=Adasum needs a power of two of ranks, and the process set has {group.size()}"
+            )
+        self._group = None if group is None or group.size() == 1 else group
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step with this rank's gradients; then add all ranks' steps. Collective.
 
         Every rank must have the same parameters before.
         """
+        if self._group is None:
+            return super().step(closure)
         parameters = [p for group in self.param_groups for p in group["params"]]
         with torch.no_grad():
             before = [parameter.clone() for parameter in parameters]

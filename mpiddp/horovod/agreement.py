@@ -88,6 +88,7 @@ class Agreement:
         self._ended = False
         self._closed = False
         self._gone = ""
+        self._lost = False
         self._drivers = 0
         self._coordinator: Coordinator | None = None
         if self._rank == _COORDINATOR:
@@ -214,7 +215,7 @@ class Agreement:
         try:
             if self._closed:
                 return False
-            moved = self._exchange()
+            moved = not self._lost and self._exchange_or_fail()
             for running in list(self._running):
                 if running.is_completed():
                     self._running.remove(running)
@@ -223,6 +224,21 @@ class Agreement:
             return moved
         finally:
             self._lock.release()
+
+    def _exchange_or_fail(self) -> bool:
+        from mpi4py import MPI
+
+        try:
+            return self._exchange()
+        except MPI.Exception as error:
+            self._lost = True
+            self._gone = f"a message of its ranks failed: {error}"
+            self._sends, self._outbox = [], []
+            for key in list(self._waiting):
+                failure = _impossible(key, self._gone)
+                failure.__cause__ = error
+                self._end(self._waiting.pop(key), failure)
+            return True
 
     def _exchange(self) -> bool:
         """Send what was submitted, and take what has arrived."""

@@ -1,33 +1,183 @@
-"""Elastic training of Horovod, which mpiddp does not have: each name says so when it is used."""
+"""Elastic training as Horovod has it, on `mpiddp.elastic`."""
 
 from __future__ import annotations
 
-from typing import Any
+import random
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from mpiddp.checkpoint.ranks import Ranks
+from mpiddp.elastic import running
+from mpiddp.elastic.state import State
+from mpiddp.horovod import world
+from mpiddp.horovod.adasum_optimizer import AdasumMethods
+from mpiddp.horovod.optimizer import DistributedMethods
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
-
-def _refuse(name: str) -> NotImplementedError:
-    return NotImplementedError(  # no ranks come or go yet; Horovod programs import the names
-        f"mpiddp has no elastic training yet: hvd.elastic.{name} cannot be used. The ranks of a "
-        f"job are those that mpirun started; save checkpoints, and start the job again"
-    )
+Training = TypeVar("Training", bound=Callable[..., Any])
 
 
-def run(func: Any) -> Any:
-    """Raise NotImplementedError. Not collective."""
-    raise _refuse("run")
+def run(func: Training) -> Training:
+    """Return a training function that goes on when ranks are lost, as `mpiddp.elastic.run` says.
+
+    Collective when it is called, after `hvd.init`. Hosts are not discovered: the ranks that are
+    left go on. ``mpiddp.elastic.run(replace=True)`` instead of this starts others for those lost,
+    and ``mpiddp.elastic.grow`` more of them.
+
+    Args:
+        func: takes a `TorchState`, and whatever else.
+    """
+    return running.run(func)
 
 
-class TorchState:
-    """Raises NotImplementedError when made. Not collective."""
+class TorchState(State):
+    """The state of a training: a commit copies it, and a loss of ranks goes back to that.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise _refuse("TorchState")
+    Collective where its methods say so. A `DistributedOptimizer` in it averages over the new ranks
+    after a loss. Process sets other than the global one are gone then.
+
+    Args:
+        model: of torch, or None.
+        optimizer: of torch, or a DistributedOptimizer; or None.
+        kwargs: samplers, schedulers, and values such as the epoch. Each becomes an attribute.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(keep_copies=True)
+        given = {"model": model, "optimizer": optimizer}
+        self._callbacks: list[Callable[[], None]] = []
+        self._hold({name: part for name, part in given.items() if part is not None} | kwargs)
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
+        """Call these when the number of ranks has changed. Not collective.
+
+        They may adapt the learning rate, say. Where the state is synchronized afterwards, that
+        takes what they change in it from one rank.
+        """
+        self._callbacks.extend(callbacks)
+
+    def save(self) -> None:
+        """Do what `commit` does. Not collective."""
+        self.commit()
+
+    def check_host_updates(self) -> None:
+        """Do nothing: no hosts come by themselves. Not collective."""
+
+    def sync(self) -> None:
+        """Give all ranks the state of the one that has come farthest. Collective.
+
+        What any rank's `ElasticSampler` has recorded is recorded on all.
+
+        Raises:
+            RuntimeError: see `mpiddp.elastic.State.sync`.
+        """
+        self._note()
+        samplers = self._samplers()
+        recorded = Ranks(None).gather([sampler.processed_indices for sampler in samplers])
+        super().sync()
+        for number, sampler in enumerate(samplers):
+            of_all = set().union(*(theirs[number] for theirs in recorded))
+            sampler.load_state_dict({"epoch": sampler.epoch, "processed_indices": sorted(of_all)})
+        self._note()
+
+    def _samplers(self) -> list[ElasticSampler]:
+        parts = (getattr(self, name) for name in self._names)
+        return [part for part in parts if isinstance(part, ElasticSampler)]
+
+    def _leave(self) -> None:
+        world.leave_lost_world()
+
+    def _arrive(self) -> None:
+        self.restore()
+        world.init()
+        for name in self._names:
+            part = getattr(self, name)
+            if isinstance(part, DistributedMethods | AdasumMethods):
+                part.renew()
+        for callback in self._callbacks:
+            callback()
+        self._note()
 
 
-class ElasticSampler:
-    """Raises NotImplementedError when made. Not collective."""
+class ElasticSampler(Sampler[int]):
+    """Deals the elements that no rank has processed in this epoch out to the ranks that there are.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise _refuse("ElasticSampler")
+    Not collective. As Horovod's: call `record_batch` after each batch, and `set_epoch` after each
+    epoch.
+
+    Args:
+        dataset: its length counts.
+        shuffle: whether each epoch has another order.
+        seed: of the orders; the same on all ranks.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.epoch = 0
+        self.processed_indices: list[int] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Deal out anew, to the ranks that there are."""
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.num_replicas = dist.get_world_size() if dist.is_initialized() else 1
+        done = set(self.processed_indices)
+        self.remaining_indices = [i for i in range(len(self.dataset)) if i not in done]
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+        self.indices: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, of which nothing is processed."""
+        self.epoch = epoch
+        self.processed_indices = []
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Note that this rank has processed a batch.
+
+        Args:
+            batch_idx: its number since the loader was asked for batches.
+            batch_size: how many elements each batch has.
+        """
+        self.record_indices(self.get_indices(batch_idx, batch_size))
+
+    def record_indices(self, indices: Iterable[int]) -> None:
+        """Note that this rank has processed these elements."""
+        self.processed_indices.extend(indices)
+
+    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
+        """Return the elements of a batch of this rank."""
+        return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes."""
+        return {"epoch": self.epoch, "processed_indices": list(self.processed_indices)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there, on any number of ranks."""
+        self.epoch = state_dict["epoch"]
+        self.processed_indices = list(state_dict["processed_indices"])
+        self.reset()
+
+    def __iter__(self) -> Iterator[int]:
+        order = self.remaining_indices[:]
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        # Every rank gets equally many: the first ones are dealt out twice.
+        order += (order * self.num_replicas)[: self.total_size - len(order)]
+        self.indices = order[self.rank : self.total_size : self.num_replicas]
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return self.num_samples

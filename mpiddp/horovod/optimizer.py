@@ -22,12 +22,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from mpiddp.horovod.adasum import is_power_of_two
 from mpiddp.horovod.adasum_optimizer import AdasumMethods
 from mpiddp.horovod.compression import Compression
 from mpiddp.horovod.gradient_average import AverageSettings, GradientAverage
 from mpiddp.horovod.process_sets import ProcessSet, global_process_set, registered
 from mpiddp.horovod.reduce_ops import Adasum, Average, ReduceOp, Sum
+from mpiddp.process_group.group import ProcessGroup
 from mpiddp.torch_internals.compiler import skip_compilation
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
@@ -105,21 +105,15 @@ def DistributedOptimizer(
     names = _named(optimizer, named_parameters)
     if op not in (Average, Sum, Adasum):
         raise ValueError(f"op must be Average, Sum or Adasum, not {ReduceOp(op).name}")
-    group = registered(process_set).group
-    if group is not None and group.size() == 1:
-        group = None
-    if op == Adasum and group is not None:
-        if not is_power_of_two(group.size()):
-            raise ValueError(
-                f"op=Adasum needs a power of two of ranks, and the process set has {group.size()}"
-            )
+    if op == Adasum and _group_of(process_set) is not None:
         adaptive: Any = _derived(optimizer, AdasumMethods)
-        adaptive._group, adaptive._compression = group, compression
+        adaptive._process_set, adaptive._compression = process_set, compression
+        adaptive.renew()
         adaptive.backward_passes_per_step = backward_passes_per_step
         return adaptive  # type: ignore[no-any-return]
-    settings = None
-    if group is not None:
-        settings = AverageSettings(
+
+    def settings(group: ProcessGroup) -> AverageSettings:
+        return AverageSettings(
             group,
             op == Average,
             compression,
@@ -127,9 +121,16 @@ def DistributedOptimizer(
             sparse_as_dense,
             type(optimizer).__name__,
         )
+
     distributed: Any = _derived(optimizer, DistributedMethods)
-    distributed._begin(names, settings, backward_passes_per_step)
+    distributed._begin(names, process_set, settings, backward_passes_per_step)
     return distributed  # type: ignore[no-any-return]
+
+
+def _group_of(process_set: ProcessSet) -> ProcessGroup | None:
+    """Return the group that averages; None where this rank is alone in it, or not in it."""
+    group = registered(process_set).group
+    return None if group is None or group.size() == 1 else group
 
 
 def _derived(optimizer: torch.optim.Optimizer, methods: type) -> Any:
@@ -148,6 +149,8 @@ class DistributedMethods(torch.optim.Optimizer):
 
     # Not inherited by copies, which therefore know that they are copies.
     _averages: list[GradientAverage] | None = None
+    _process_set: ProcessSet
+    _settings_for: Callable[[ProcessGroup], AverageSettings]
     _settings: AverageSettings | None
     _names: dict[int, str]
     _left_out: list[torch.Tensor]
@@ -155,14 +158,30 @@ class DistributedMethods(torch.optim.Optimizer):
     _should_synchronize: bool
     backward_passes_per_step: int
 
-    def _begin(self, names: dict[int, str], settings: AverageSettings | None, passes: int) -> None:
+    def _begin(
+        self,
+        names: dict[int, str],
+        process_set: ProcessSet,
+        settings: Callable[[ProcessGroup], AverageSettings],
+        passes: int,
+    ) -> None:
         self._names = names
-        self._settings = settings
+        self._process_set = process_set
+        self._settings_for = settings
+        self._should_synchronize = True
+        self.backward_passes_per_step = passes
+        self.renew()
+
+    def renew(self) -> None:
+        """Average over the ranks that the process set has now, as `hvd.elastic` needs it.
+
+        Collective over the process set.
+        """
+        group = _group_of(self._process_set)
+        self._settings = None if group is None else self._settings_for(group)
         self._averages = []
         self._left_out = []
         self._synchronized = False
-        self._should_synchronize = True
-        self.backward_passes_per_step = passes
         self._include()
 
     def _include(self) -> None:

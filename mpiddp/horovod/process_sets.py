@@ -12,6 +12,7 @@ from mpiddp.horovod.environment import Settings
 from mpiddp.horovod.errors import HorovodInternalError
 from mpiddp.horovod.execution import Submission
 from mpiddp.horovod.progress import ProgressThread
+from mpiddp.mpi import communicators
 from mpiddp.torch_internals.versions import new_group_in_order
 
 if TYPE_CHECKING:
@@ -241,6 +242,18 @@ def abandon_table() -> None:
     closing.thread.stop()
 
 
+def leave_lost_table() -> None:
+    """Forget all process sets where ranks were lost. Not collective."""
+    global _table
+    closing = table()
+    closing.thread.stop()
+    for entry in closing.sets.values():
+        if entry.communicator is not None:
+            entry.communicator.Free()
+    closing.communicator.Free()
+    _table = None
+
+
 def _register(process_set: ProcessSet) -> None:
     """Give a set its number, its group and its communicator. Collective over its ranks."""
     import torch.distributed as dist
@@ -260,7 +273,7 @@ def _register(process_set: ProcessSet) -> None:
         )
         everyone = here.communicator.Get_group()
         members = everyone.Incl(ranks)
-        entry.communicator = here.communicator.Create_group(members)
+        entry.communicator = communicators.note(here.communicator.Create_group(members))
         members.Free()
         everyone.Free()
         entry.agreement = Agreement(

@@ -13,6 +13,7 @@ from mpiddp.horovod import environment, handles
 from mpiddp.horovod import process_sets as sets
 from mpiddp.horovod.process_sets import ProcessSet
 from mpiddp.horovod.timeline import Timeline
+from mpiddp.mpi import communicators
 from mpiddp.mpi.nodes import Topology, find_topology
 from mpiddp.rendezvous.world import destroy_process_group, init_process_group
 
@@ -63,10 +64,10 @@ def init(
     if made:
         init_process_group(given)
     world = _world()
-    communicator = (world.communicator if given is None else given).Dup()
+    communicator = communicators.note((world.communicator if given is None else given).Dup())
     if given is not None and given is not comm:
         given.Free()
-    _made_world = made
+    _made_world = made or _made_world  # before ranks were lost
     _topology = find_topology(communicator)
     per_node = communicator.allgather(_topology.local_world_size)
     _homogeneous = len(set(per_node)) == 1
@@ -126,7 +127,7 @@ def shutdown() -> None:
 
     Collective over all ranks of Horovod. Ends torch.distributed only where `init` began it.
     """
-    global _topology
+    global _topology, _made_world
     if not sets.is_open() or forks.forked():
         return
     atexit.unregister(_at_exit)
@@ -134,8 +135,24 @@ def shutdown() -> None:
     stop_timeline()
     handles.forget_all()
     _topology = None
-    if _made_world and dist.is_initialized():
+    made, _made_world = _made_world, False
+    if made and dist.is_initialized():
         destroy_process_group()
+
+
+def leave_lost_world() -> None:
+    """Free what `init` made, where ranks were lost; `init` may be called again.
+
+    Not collective. torch.distributed stays. Harmless where Horovod has not begun.
+    """
+    global _topology
+    if not sets.is_open():
+        return
+    atexit.unregister(_at_exit)
+    stop_timeline()
+    sets.leave_lost_table()
+    handles.forget_all()
+    _topology = None
 
 
 def _at_exit() -> None:

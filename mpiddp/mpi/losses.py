@@ -6,11 +6,16 @@ that, and has ended what was under way.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from typing import TYPE_CHECKING
 
 from mpiddp.mpi.errors import MPIError
 
-__all__ = ["can_go_on", "is_loss", "why_not"]
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["agree", "can_go_on", "is_loss", "let_finalize_not_wait", "why_not"]
 
 # What mpirun of Open MPI sets with --with-ft ulfm.
 _VARIABLE = "OMPI_MCA_mpi_ft_enable"
@@ -19,6 +24,20 @@ _VARIABLE = "OMPI_MCA_mpi_ft_enable"
 def can_go_on() -> bool:
     """Return whether this job survives the loss of a rank. Not collective."""
     return os.environ.get(_VARIABLE, "0") in ("1", "true")
+
+
+def let_finalize_not_wait() -> None:
+    """Let MPI_Finalize not wait for ranks that are lost. Not collective.
+
+    Open MPI 5.0 ends it with a PMIx fence, which sometimes waits for them without limit. What says
+    otherwise is read before a program knows of mpiddp: --mca async_mpi_finalize 1. So the variable
+    behind it is written here; where there is none, nothing happens.
+    """
+    import ctypes
+
+    with contextlib.suppress(OSError, ValueError):
+        library = ctypes.CDLL("libmpi.so.40")
+        ctypes.c_bool.in_dll(library, "ompi_async_mpi_finalize").value = True
 
 
 def why_not() -> str:
@@ -44,3 +63,18 @@ def is_loss(error: BaseException | None) -> bool:
             return kind in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED)
         error = error.__cause__ or error.__context__
     return False
+
+
+def agree(communicator: MPI.Intracomm, fine: bool) -> bool:
+    """Return whether all ranks are fine and none is lost: the same on all. Collective.
+
+    MPI_Comm_agree where the MPI has it.
+    """
+    from mpi4py import MPI
+
+    if not can_go_on():
+        return bool(communicator.allreduce(int(fine), MPI.MIN))
+    try:
+        return bool(communicator.Agree(int(fine)))
+    except MPI.Exception:
+        return False

@@ -13,6 +13,7 @@ cost no more than that, and are named as silent.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import struct
@@ -289,18 +290,18 @@ class RollCall:
     def _answer_questions(self) -> None:
         asked = False
         while not self._ending.wait(_PERIOD) and not MPI.Is_finalized():
-            try:
+            # As in _ask: after one rank has ended, the others may still ask, and are watched.
+            with contextlib.suppress(MPI.Exception):
                 while self._answer_one():
                     asked = True
-                # Whoever asks has waited in vain: what this rank does now may tell why.
-                if asked and files.dump_soon("another rank has waited in vain"):
-                    asked = False
-                for watch in self.watches:
+            # Whoever asks has waited in vain: what this rank does now may tell why.
+            if asked and files.dump_soon("another rank has waited in vain"):
+                asked = False
+            for watch in self.watches:
+                with contextlib.suppress(MPI.Exception):
                     watch()
-                with self._leaving_lock:
-                    self._leaving = [sent for sent in self._leaving if not sent[0].Test()]
-            except MPI.Exception:
-                pass  # as in _ask; other ranks may still ask
+            with self._leaving_lock, contextlib.suppress(MPI.Exception):
+                self._leaving = [sent for sent in self._leaving if not sent[0].Test()]
 
     def _answer_one(self) -> bool:
         """Answer a question if there is one, and return whether there was."""

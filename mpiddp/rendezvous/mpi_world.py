@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mpiddp import settings
 from mpiddp.mpi import uncaught
 from mpiddp.mpi.compatibility import check_loaded_library
+from mpiddp.rendezvous import joining
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -22,7 +23,7 @@ _SCHEDULER_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
 def checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
-    """Initialise MPI if nobody has, and return `comm`, or COMM_WORLD for None.
+    """Initialise MPI if nobody has, and return `comm`; for None the job's, usually COMM_WORLD.
 
     Collective where MPI is not initialised. Raises what `init_process_group` raises.
     """
@@ -38,6 +39,8 @@ def checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
         raise RuntimeError("MPI has been finalised; it cannot be initialised twice")
     uncaught.watch_if_initialised()
     if comm is None:
+        if joining.is_joining():
+            return joining.communicator()
         _refuse_separate_worlds(MPI.COMM_WORLD.Get_size())
         return MPI.COMM_WORLD
     if not isinstance(comm, MPI.Comm):

@@ -25,7 +25,7 @@ from mpiddp.flight_recorder.trigger import Trigger
 from mpiddp.mpi import communicators, losses, uncaught
 from mpiddp.mpi.nodes import Topology, find_topology
 from mpiddp.process_group.futures import FutureCompleter
-from mpiddp.rendezvous import launch_checks
+from mpiddp.rendezvous import joining, launch_checks
 from mpiddp.rendezvous.mpi_world import (
     _check_thread_level,
     _progress_thread_wanted,
@@ -153,12 +153,14 @@ def begin_world(
             _make_world(own)
             start(own, get_topology())
     except BaseException as error:
+        joining.settle(error)
         _end_unless_all_fail(own, error)
         if _world is None:
             own.Free()
         _leave_world(lost=losses.is_loss(error))
         raise
     assert _world is not None
+    joining.settle(None)
     _world.started = True
     atexit.register(_stop_at_exit)
 

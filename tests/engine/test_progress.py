@@ -120,8 +120,7 @@ class Run:
         assert len({str(step) for step in self.digests}) == len(self.digests) == 16
 
 
-@pytest.mark.thorough
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_same_bits_with_and_without_the_thread(tmp_path):
     first, off = (Run(tmp_path / name, 3, thread) for name, thread in [("a", "1"), ("b", "0")])

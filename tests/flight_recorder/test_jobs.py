@@ -142,7 +142,7 @@ def test_a_bucket_that_a_rank_does_not_fill(tmp_path: Path) -> None:
     assert "missing ranks: {0}" in told
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_message_that_nobody_sends(tmp_path: Path) -> None:
     job = run(
         tmp_path,
@@ -177,7 +177,7 @@ def test_an_abort(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough(keep=1)
-@pytest.mark.parametrize("handled", [False, True])
+@pytest.mark.parametrize("handled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_signal_while_all_wait_inside_of_mpi(tmp_path: Path, handled: bool) -> None:
     """No thread runs Python then; a signal that the program handles is the program's."""
     pids = tmp_path / "pids"

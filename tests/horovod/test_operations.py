@@ -322,9 +322,5 @@ def test_what_cannot_be_done():
             hvd.alltoall(torch.ones(SIZE), [2] * SIZE)
         with pytest.raises(ValueError, match="at least one tensor"):
             hvd.grouped_allreduce([])
-        with pytest.raises(NotImplementedError, match="no elastic training"):
-            hvd.elastic.run(print)
-        with pytest.raises(NotImplementedError, match="TorchState"):
-            hvd.elastic.TorchState(model=None)
     with pytest.raises(hvd.HorovodInternalError, match="without dimensions"):
         hvd.synchronize(hvd.allgather_async(torch.tensor(1.0)))

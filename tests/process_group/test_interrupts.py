@@ -140,8 +140,8 @@ def test_ctrl_c_right_after_mpi_was_called(tmp_path: Path) -> None:
     assert "changed: 0" in said
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["sum", pytest.param("async sum", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sum", "async sum"])
 def test_memory_of_an_operation_that_timed_out_is_kept(tmp_path: Path, name: str) -> None:
     said = run(tmp_path, CALLS[name], limit=2)
     assert "timed out" in said

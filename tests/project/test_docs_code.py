@@ -50,7 +50,7 @@ def test_code_runs(tmp_path: Path) -> None:
     run(HERE / "run_blocks.py", *paths)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_code_runs_under_the_runner(tmp_path: Path) -> None:
     marked = [block for block in BLOCKS if block.mark in BY_RUNNER]
     assert {block.mark for block in marked} == set(BY_RUNNER)

@@ -177,8 +177,8 @@ def test_traceback_on_stdout_where_stderr_takes_none(tmp_path: Path) -> None:
     assert job.stdout.count("[rank1]: ValueError: broken on purpose") == 1
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("ending", ["SIGTERM", pytest.param("words", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["SIGTERM", "words"])
 def test_other_ends_with_output_that_blocks(tmp_path: Path, ending: str) -> None:
     end = (
         "signal.raise_signal(15); time.sleep(100)"
@@ -310,7 +310,7 @@ PARTS = {
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("part", "runner"),
-    [("collective", False), pytest.param("forward", True, marks=pytest.mark.once)],
+    [("collective", False), pytest.param("forward", True, marks=pytest.mark.slow)],
 )
 def test_thread_that_trains(tmp_path: Path, part: str, runner: bool) -> None:
     job = run(
@@ -385,7 +385,7 @@ run_in_thread(work, daemon=True).join()
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["world", pytest.param("one", marks=pytest.mark.once)])
+@pytest.mark.parametrize("kind", ["world", pytest.param("one", marks=pytest.mark.slow)])
 def test_threads_that_do_not_end_the_job(tmp_path: Path, kind: str) -> None:
     """Those that nobody waits for, that exit well, or that fail when all is over."""
     job = run(
@@ -470,7 +470,7 @@ dist.barrier()
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("runner", [False, pytest.param(True, marks=pytest.mark.once)])
+@pytest.mark.parametrize("runner", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_exception_in_the_start_that_is_caught(tmp_path: Path, runner: bool) -> None:
     """The other ranks have begun: nobody could begin again."""
     job = run(

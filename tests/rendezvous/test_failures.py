@@ -101,7 +101,7 @@ OCCUPATIONS = {
 @pytest.mark.parametrize(
     "occupation",
     [
-        pytest.param(code, id=name, marks=[pytest.mark.once] * (name == "sleeping"))
+        pytest.param(code, id=name, marks=[pytest.mark.slow] * (name == "sleeping"))
         for name, code in OCCUPATIONS.items()
     ],
 )
@@ -262,7 +262,7 @@ print("still here")
     [
         pytest.param("auto", "1", id="thread"),
         pytest.param("auto", "0", id="no thread", marks=pytest.mark.slow),
-        pytest.param("exchange", "1", id="exchange"),
+        pytest.param("exchange", "1", id="exchange", marks=pytest.mark.slow),
     ],
 )
 def test_backward_on_one_rank_less(

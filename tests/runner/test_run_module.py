@@ -282,8 +282,7 @@ def test_files_for_each_rank_and_an_abort(tmp_path: Path) -> None:
     assert (folder / "rank-0.err").read_text().startswith(REPLACED + "\n")
 
 
-@pytest.mark.thorough
-@pytest.mark.once
+@pytest.mark.slow
 def test_sigterm_elsewhere(tmp_path: Path) -> None:
     """A world of one, child processes and a handler of the script are left alone."""
     script = tmp_path / "script.py"

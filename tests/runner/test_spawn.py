@@ -35,7 +35,7 @@ def command(script: str, ranks: int) -> list[Any]:
     "script",
     [
         "spawn_note.py",
-        pytest.param("spawn_imagenet.py", marks=pytest.mark.once),
+        pytest.param("spawn_imagenet.py", marks=pytest.mark.slow),
         pytest.param("elastic.py", marks=pytest.mark.slow),
     ],
 )

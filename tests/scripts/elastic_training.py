@@ -1,15 +1,17 @@
 """Train with mpiddp.elastic; ranks are killed at given moments.
 
-    mpirun --with-ft ulfm -n 4 python elastic_training.py STEPS RANK:SECONDS ...
+    mpirun --with-ft ulfm -n 4 python elastic_training.py STEPS [--kill RANK:SECONDS]
+        [--kill-at RANK:STEP] [--options JSON] [--grow STEP:COUNT]
 
-SECONDS count from when the rank began the function. Each rank that ends prints a line of JSON.
+SECONDS count from when the rank began the function; a rank of -1 is a process that came later.
+OPTIONS are those of `elastic.run`. Each rank that ends prints a line of JSON.
 """
 
+import argparse
 import hashlib
 import json
 import os
 import signal
-import sys
 import threading
 import time
 
@@ -21,9 +23,19 @@ import mpiddp
 from mpiddp import DistributedDataParallel as DDP
 from mpiddp import elastic
 
-STEPS = int(sys.argv[1])
-KILLS = {int(rank): float(after) for rank, _, after in (a.partition(":") for a in sys.argv[2:])}
-START = MPI.COMM_WORLD.Get_rank()
+parser = argparse.ArgumentParser()
+parser.add_argument("steps", type=int)
+parser.add_argument("--kill", action="append", default=[])
+parser.add_argument("--kill-at", default="-2:0")
+parser.add_argument("--options", type=json.loads, default={})
+parser.add_argument("--grow", default="-1:0")
+arguments = parser.parse_args()
+STEPS = arguments.steps
+KILLS = {int(rank): float(after) for rank, _, after in (a.partition(":") for a in arguments.kill)}
+KILLED, KILLED_AT = map(int, arguments.kill_at.split(":"))
+GROW_AT, MORE = map(int, arguments.grow.split(":"))
+CAME = MPI.Comm.Get_parent() != MPI.COMM_NULL
+START = -1 if CAME else MPI.COMM_WORLD.Get_rank()
 
 
 def kill_after(seconds: float) -> None:
@@ -32,7 +44,7 @@ def kill_after(seconds: float) -> None:
 
 
 torch.set_num_threads(1)
-torch.manual_seed(START)
+torch.manual_seed(START + 1)
 mpiddp.init_process_group()
 model = torch.nn.Sequential(
     torch.nn.Linear(32, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 1)
@@ -44,10 +56,9 @@ data = torch.utils.data.TensorDataset(
 sampler = elastic.Sampler(data)
 state = elastic.State(model=model, optimizer=optimizer, sampler=sampler, step=0, epoch=0)
 worlds = []
-transport = os.environ.get("MPIDDP_TRANSPORT", "auto")
 
 
-@elastic.run
+@elastic.run(**arguments.options)
 def train(state):
     worlds.append((dist.get_world_size(), state.step))
     if len(worlds) == 1 and START in KILLS:
@@ -57,12 +68,16 @@ def train(state):
     while state.step < STEPS:
         state.sampler.set_epoch(state.epoch)
         for number, (batch,) in enumerate(loader):
+            if (START, state.step) == (KILLED, KILLED_AT):
+                os.kill(os.getpid(), signal.SIGKILL)
             state.optimizer.zero_grad()
             (ddp(batch) - batch.sum(1, keepdim=True)).square().mean().backward()
             state.optimizer.step()
             state.sampler.record_batch(number, 8)
             state.step += 1
             state.commit()
+            if state.step == GROW_AT:
+                elastic.grow(MORE)
             if state.step == STEPS:
                 break
         else:

@@ -1,0 +1,66 @@
+"""Processes come to a program that trains under mpiddp.elastic."""
+
+import pytest
+from elastic_runs import needs_ulfm, said, start, train
+
+pytestmark = pytest.mark.timeout(150)
+
+
+@pytest.mark.thorough
+def test_more_ranks() -> None:
+    """On MPICH too: nobody is lost."""
+    done = train(2, 200, "--grow=50:1")
+    assert done.returncode == 0
+    came, *others = said(done)
+    assert came["rank"] == -1
+    assert came["worlds"] == [[3, 50]]
+    assert [each["worlds"] for each in others] == [[[2, 0], [3, 50]]] * 2
+    assert "mpiddp: rank 0: 1 has come; training goes on with 3 after" in done.stderr
+
+
+@needs_ulfm
+def test_another_one_for_the_lost() -> None:
+    done = train(3, 300, "--kill=1:0.3", '--options={"replace": true}')
+    assert done.returncode == 0
+    came, *others = said(done)
+    assert came["rank"] == -1
+    assert [each["rank"] for each in others] == [0, 2]
+    assert [world[0] for each in others for world in each["worlds"]] == [3] * 4
+    assert {each["steps"] for each in (came, *others)} == {300}
+    assert "1 of 3 ranks was lost, 1 has come; training goes on with 3 after" in done.stderr
+
+
+@needs_ulfm
+@pytest.mark.slow
+def test_who_came_is_lost_too() -> None:
+    options = '--options={"replace": true, "most_losses": 3}'
+    done = train(2, 10**6, "--kill=1:0.3", "--kill=-1:0.3", options)
+    assert done.returncode != 0
+    assert "rank 0: ranks were lost 4 times, more often than most_losses=3" in done.stderr
+    assert done.stderr.count("1 of 2 ranks was lost, 1 has come") == 3
+
+
+@needs_ulfm
+@pytest.mark.slow
+def test_one_is_lost_while_another_comes() -> None:
+    """The second loss comes while the survivors wait for the process that comes."""
+    for seconds in (1.0, 2.0, 3.0):
+        kills = ["--kill=1:0.3", f"--kill=2:{seconds}"]
+        done = train(3, 500, *kills, '--options={"replace": true}')
+        assert done.returncode == 0
+        ended = said(done)
+        assert [each["worlds"][-1][0] for each in ended] == [3] * 3
+        assert 0 in [each["rank"] for each in ended]
+
+
+@needs_ulfm
+def test_horovod() -> None:
+    done = start(3, "horovod_elastic.py", "1", "5")
+    assert done.returncode == 0
+    ended = said(done)
+    assert [each["rank"] for each in ended] == [0, 2]
+    for each in ended:
+        assert each["worlds"] == [3, 2]
+        assert each["total"] == 2
+        assert each["rate"] == 0.02
+        assert each["left"] == dict.fromkeys("0123", 0)
