@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
 
@@ -115,7 +115,7 @@ def renew(wanted: int, lost: bool, leave: Callable[[], None]) -> tuple[int, int]
         if lost:
             _fail_everything()
             losses.let_finalize_not_wait()
-        everyone = communicator.Shrink() if lost else communicator.Dup()
+        everyone = cast("MPI.Intracomm", communicator.Shrink() if lost else communicator.Dup())
         communicators.note(everyone)
         made.append(everyone)
         come = max(wanted - everyone.Get_size(), 0)
