@@ -13,6 +13,7 @@ cost no more than that, and are named as silent.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import hashlib
 import itertools
@@ -95,6 +96,10 @@ class RollCall:
         # Messages that may not have left yet, with their memory.
         self._leaving: list[tuple[MPI.Request, bytes | bytearray]] = []
         self._leaving_lock = threading.Lock()
+        # How many messages went to each rank, and how many came from it.
+        self._sent = [0] * communicator.Get_size()
+        self._received = [0] * communicator.Get_size()
+        self._unfinished: object = None
         self._communicator: MPI.Intracomm | None = None
         self._thread: threading.Thread | None = None
         if not threaded or communicator.Get_size() == 1:
@@ -135,8 +140,10 @@ class RollCall:
         """End the thread and free the communicator. Collective."""
         self.stop()
         if self._communicator is not None:
-            self._receive_what_came_late()
-            self._communicator.Free()
+            # A message that nobody takes would reach the next communicator that gets this one's
+            # number, as MPICH gives them. If a rank does not come, this one keeps its number.
+            if self._took_all_messages():
+                self._communicator.Free()
             self._communicator = None
 
     def explain(self, group: RunningGroup, number: int | None = None) -> str:
@@ -332,6 +339,7 @@ class RollCall:
         request = self._communicator.Isend([data, MPI.BYTE], dest=rank, tag=tag)
         with self._leaving_lock:
             self._leaving.append((request, data))
+            self._sent[rank] += 1
 
     def _receive(self, tag: int, deadline: float) -> tuple[int, bytes] | None:
         """Return the sender and the content of a message that has come, or None."""
@@ -341,6 +349,7 @@ class RollCall:
             return None
         data = bytearray(status.Get_count(MPI.BYTE))
         rank = status.Get_source()
+        self._received[rank] += 1
         request = self._communicator.Irecv([data, MPI.BYTE], source=rank, tag=tag)
         while not request.Test():
             if time.monotonic() > deadline:
@@ -350,15 +359,27 @@ class RollCall:
             time.sleep(_NAP)
         return rank, bytes(data)
 
-    def _receive_what_came_late(self) -> None:
-        """Take in questions and answers that nobody waits for any more."""
+    def _took_all_messages(self) -> bool:
+        """Take in what nobody waits for any more; return whether the communicator may be freed.
+
+        Collective, for ranks that come within some seconds.
+        """
+        assert self._communicator is not None
+        deadline = time.monotonic() + _PATIENCE
+        sent, coming = array.array("i", self._sent), array.array("i", self._sent)
         try:
-            for tag in (_QUESTION_TAG, _ANSWER_TAG):
-                while self._receive(tag, time.monotonic() + _NAP) is not None:
-                    pass
+            told = self._communicator.Ialltoall([sent, MPI.INT], [coming, MPI.INT])
+            while not told.Test() or self._received != list(coming):
+                for tag in (_QUESTION_TAG, _ANSWER_TAG):
+                    self._receive(tag, deadline)
+                if time.monotonic() > deadline:
+                    self._unfinished = (told, sent, coming)
+                    return False
+                time.sleep(0)
         except MPI.Exception:
-            pass
+            pass  # a rank was lost, and the communicator is revoked
         self._leaving.clear()
+        return True
 
 
 def place() -> str:

@@ -170,6 +170,24 @@ class TestMissingRanks:
             assert "not answer" not in roll_call.explain(part)
         until_all_are_here()
 
+    def test_no_message_reaches_the_next_communicator(self) -> None:
+        """MPICH gives it the number of the one that was freed."""
+        from mpi4py import MPI
+
+        from mpiddp.process_group.roll_call import RollCall
+
+        roll_call = RollCall(MPI.COMM_WORLD, threaded=True)
+        roll_call.stop()
+        if rank() == 0:
+            time.sleep(0.3)  # the others are about to free it
+            roll_call._send(b"asked late", 1, 1)
+        roll_call.free()
+        following = MPI.COMM_WORLD.Dup()
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            assert not following.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+        following.Free()
+
     @pytest.mark.mpi(min_size=3)
     def test_group_smaller_than_the_world(self) -> None:
         ranks = [size() - 1, 0]
