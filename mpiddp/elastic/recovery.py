@@ -9,17 +9,20 @@ MPI_Comm_agree, which all ranks that live call, and whose result is the same on 
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
 
 from mpiddp.mpi import communicators, losses
+from mpiddp.mpi.abort import abort_job
 from mpiddp.rendezvous import joining, world
 
 if TYPE_CHECKING:
@@ -29,6 +32,11 @@ __all__ = ["Watch", "is_of_a_loss", "let_go", "renew"]
 
 # Seconds in which the news of a loss may come later than an error that it has caused.
 _NEWS_LATER = 1.0
+
+# Seconds after which the making of a world is given up and begun again; and after which the job
+# ends. Processes that come import torch meanwhile.
+_LIMIT = 30.0
+_LAST_LIMIT = 150.0
 
 
 class Watch:
@@ -121,13 +129,14 @@ def renew(wanted: int, lost: bool, leave: Callable[[], None]) -> tuple[int, int]
         come = max(wanted - everyone.Get_size(), 0)
         fine = True
         try:
-            if come:
-                joined = _with_others(everyone, come)
-                come = 0 if joined is None else come
-                everyone = everyone if joined is None else joined
-                made.append(everyone)
-            leave()
-            world.rebuild(everyone, timeout)
+            with _limited():
+                if come:
+                    joined = _with_others(everyone, come)
+                    come = 0 if joined is None else come
+                    everyone = everyone if joined is None else joined
+                    made.append(everyone)
+                leave()
+                world.rebuild(everyone, timeout)
         except Exception as error:
             if not losses.is_loss(error):
                 raise
@@ -150,13 +159,47 @@ def _with_others(ranks: MPI.Intracomm, count: int) -> MPI.Intracomm | None:
     """
     from mpi4py import MPI
 
-    joined = None
+    joined, loss = None, None
     try:
         joined = communicators.note(joining.bring(ranks, count))
     except MPI.Exception as error:
-        if losses.is_loss(error):
-            raise
-    return joined if losses.agree(ranks, joined is not None) else None
+        loss = error if losses.is_loss(error) else None
+    if losses.agree(ranks, joined is not None):
+        return joined
+    if joined is not None:
+        if losses.can_go_on():
+            joined.Revoke()  # so those that came end
+        joined.Free()
+    if loss is not None:
+        raise loss
+    return None
+
+
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """Within, let what takes too long fail; if that does not help, end the job.
+
+    With Open MPI 5.0.11 messages may be lost after a loss, see `losses.avoid_shared_memory_of_mpi`.
+    """
+    timers = [threading.Timer(_LAST_LIMIT, _end_job)]
+    if losses.can_go_on():
+        timers.append(threading.Timer(_LIMIT, _fail_everything))
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
+
+
+def _end_job() -> None:
+    text = (
+        f"mpiddp: a new world was not made within {_LAST_LIMIT:g} s: the job ends. Started again, "
+        f"it goes on from its last snapshot or checkpoint"
+    )
+    abort_job(1, lambda: print(text, file=sys.stderr, flush=True))
 
 
 def _fail_everything() -> None:

@@ -17,7 +17,7 @@ def start(
     ranks: int, script: str, *arguments: str, **env: str
 ) -> "subprocess.CompletedProcess[str]":
     """Run a script to its end, where the MPI can so that ranks may be lost."""
-    options = ["--with-ft", "ulfm"] if OPEN_MPI else []
+    options = ["--with-ft", "ulfm", "--mca", "btl", "self,tcp"] if OPEN_MPI else []
     python = [mpirun.sys.executable, str(SCRIPTS / script), *arguments]
     command = [mpirun.find(), *options, "-n", str(ranks), *python]
     done = mpirun.run_command(command, timeout=100, env=env)
