@@ -35,7 +35,6 @@ def test_another_one_for_the_lost() -> None:
 def test_who_came_is_lost_too() -> None:
     options = '--options={"replace": true, "most_losses": 3}'
     done = train(2, 10**6, "--kill=1:0.3", "--kill=-1:0.3", options)
-    assert done.returncode != 0
     assert "rank 0: ranks were lost 4 times, more often than most_losses=3" in done.stderr
     assert done.stderr.count("1 of 2 ranks was lost, 1 has come") == 3
 
