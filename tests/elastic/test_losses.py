@@ -1,7 +1,10 @@
 """Ranks are killed while a program trains under mpiddp.elastic."""
 
+import os
 import random
 import re
+import subprocess
+import sys
 
 import pytest
 from elastic_runs import OPEN_MPI, needs_ulfm, said, train
@@ -107,3 +110,20 @@ def test_says_that_a_lost_rank_ends_the_job() -> None:
     said_once = "mpiddp: rank 0: a rank that is lost ends this job, since MPICH ends"
     assert done.stderr.count(said_once) == 1
     assert len(said(done)) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "then"),
+    [
+        ({}, "None"),
+        ({"OMPI_MCA_mpi_ft_enable": "1"}, "self,tcp"),
+        ({"OMPI_MCA_mpi_ft_enable": "1", "OMPI_MCA_btl": "self,sm"}, "self,sm"),
+    ],
+)
+def test_how_open_mpi_sends_where_ranks_may_be_lost(given: dict[str, str], then: str) -> None:
+    program = "import os, mpiddp; print(os.environ.get('OMPI_MCA_btl'))"
+    env = {name: value for name, value in os.environ.items() if name != "OMPI_MCA_btl"} | given
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == then
