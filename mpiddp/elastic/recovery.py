@@ -120,16 +120,16 @@ def renew(wanted: int, lost: bool, leave: Callable[[], None]) -> tuple[int, int]
     if _watch is not None:
         _watch.stop()
     while True:
-        if lost:
-            _fail_everything()
-            losses.let_finalize_not_wait()
-        everyone = cast("MPI.Intracomm", communicator.Shrink() if lost else communicator.Dup())
-        communicators.note(everyone)
-        made.append(everyone)
-        come = max(wanted - everyone.Get_size(), 0)
         fine = True
-        try:
-            with _limited():
+        with _limited():
+            if lost:
+                _fail_everything()
+                losses.let_finalize_not_wait()
+            everyone = cast("MPI.Intracomm", communicator.Shrink() if lost else communicator.Dup())
+            communicators.note(everyone)
+            made.append(everyone)
+            come = max(wanted - everyone.Get_size(), 0)
+            try:
                 if come:
                     joined = _with_others(everyone, come)
                     come = 0 if joined is None else come
@@ -137,12 +137,13 @@ def renew(wanted: int, lost: bool, leave: Callable[[], None]) -> tuple[int, int]
                     made.append(everyone)
                 leave()
                 world.rebuild(everyone, timeout)
-        except Exception as error:
-            if not losses.is_loss(error):
-                raise
-            fine = False
-            _fail_everything()
-        if losses.agree(everyone, fine):
+            except Exception as error:
+                if not losses.is_loss(error):
+                    raise
+                fine = False
+                _fail_everything()
+            agreed = losses.agree(everyone, fine)
+        if agreed:
             break
         communicator, lost = everyone, True
     number = before + come - everyone.Get_size()
@@ -179,7 +180,8 @@ def _with_others(ranks: MPI.Intracomm, count: int) -> MPI.Intracomm | None:
 def _limited() -> Iterator[None]:
     """Within, let what takes too long fail; if that does not help, end the job.
 
-    With Open MPI 5.0.11 messages may be lost after a loss, see `losses.avoid_shared_memory_of_mpi`.
+    With Open MPI 5.0.11 messages may be lost after a loss, see `losses.avoid_shared_memory_of_mpi`,
+    and MPIX_Comm_shrink has waited for ever (in 1 of 57 jobs on a machine with too few cores).
     """
     timers = [threading.Timer(_LAST_LIMIT, _end_job)]
     if losses.can_go_on():
@@ -196,8 +198,8 @@ def _limited() -> Iterator[None]:
 
 def _end_job() -> None:
     text = (
-        f"mpiddp: a new world was not made within {_LAST_LIMIT:g} s: the job ends. Started again, "
-        f"it goes on from its last snapshot or checkpoint"
+        f"mpiddp: a new world was not made within {_LAST_LIMIT:g} s: this rank gives up. The job, "
+        f"started again, goes on from its last snapshot or checkpoint"
     )
     abort_job(1, lambda: print(text, file=sys.stderr, flush=True))
 

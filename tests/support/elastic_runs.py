@@ -14,22 +14,22 @@ needs_ulfm = pytest.mark.skipif(not OPEN_MPI, reason="only Open MPI goes on with
 
 
 def start(
-    ranks: int, script: str, *arguments: str, **env: str
+    ranks: int, script: str, *arguments: str, limit: float = 100, lossy: bool = True, **env: str
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a script to its end, where the MPI can so that ranks may be lost."""
-    options = ["--with-ft", "ulfm", "--mca", "btl", "self,tcp"] if OPEN_MPI else []
+    """Run a script to its end; if `lossy`, so that ranks may be lost, where the MPI can."""
+    options = ["--with-ft", "ulfm", "--mca", "btl", "self,tcp"] if OPEN_MPI and lossy else []
     python = [mpirun.sys.executable, str(SCRIPTS / script), *arguments]
     command = [mpirun.find(), *options, "-n", str(ranks), *python]
-    done = mpirun.run_command(command, timeout=100, env=env)
+    done = mpirun.run_command(command, timeout=limit, env=env)
     print(done.stdout, done.stderr)  # pytest shows it when the test fails
     return done
 
 
 def train(
-    ranks: int, steps: int, *arguments: str, **env: str
+    ranks: int, steps: int, *arguments: str, limit: float = 100, **env: str
 ) -> "subprocess.CompletedProcess[str]":
     """Run elastic_training.py."""
-    return start(ranks, "elastic_training.py", str(steps), *arguments, **env)
+    return start(ranks, "elastic_training.py", str(steps), *arguments, limit=limit, **env)
 
 
 def said(done: "subprocess.CompletedProcess[str]") -> "list[dict]":
