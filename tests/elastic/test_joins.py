@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 from elastic_runs import needs_ulfm, said, start, train
 
+from mpiddp import elastic
+
 pytestmark = pytest.mark.timeout(150)
+
+
+def test_grow_is_refused() -> None:
+    with pytest.raises(ValueError, match="count must be 1 or more, not 0"):
+        elastic.grow(0)
+    with pytest.raises(Exception, match=r"for a function under elastic\.run"):
+        elastic.grow(1)
 
 
 @pytest.mark.thorough

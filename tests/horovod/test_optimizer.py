@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from horovod_training import assert_trained_alike, distributed, draw, loss_of, net, sgd
+from horovod_training import assert_trained_alike, distributed, draw, loss_of, net, sgd, step_alone
 from models import mlp
 from replicas import (
     RANK,
@@ -43,9 +43,7 @@ def test_trains_as_one_process(make):
     assert type(ours).__name__ == type(optimizer).__name__
     for _ in range(4):
         batch = draw()
-        own.zero_grad()
-        loss_of(alone, batch).backward()
-        own.step()
+        step_alone(alone, own, batch)
         ours.zero_grad()
         loss_of(model, share(batch)).backward()
         ours.step()
@@ -88,9 +86,7 @@ def test_arguments(arguments, tolerance):
     )
     for _ in range(3):
         batch = draw()
-        own.zero_grad()
-        loss_of(alone, batch).backward()
-        own.step()
+        step_alone(alone, own, batch)
         ours.zero_grad()
         loss_of(model, share(batch)).backward()
         ours.step()
@@ -286,9 +282,7 @@ def test_adasum():
     own, ours = sgd(alone), distributed(model, op=hvd.Adasum)
     batch = draw()
     for _ in range(3):
-        own.zero_grad()
-        loss_of(alone, batch).backward()
-        own.step()
+        step_alone(alone, own, batch)
         ours.zero_grad()
         loss_of(model, batch).backward()
         ours.step()
@@ -351,9 +345,7 @@ def test_operations_in_another_order():
     own, ours = sgd(alone), distributed(model)
     for step in range(3):
         batch = draw()
-        own.zero_grad()
-        loss_of(alone, batch).backward()
-        own.step()
+        step_alone(alone, own, batch)
         ours.zero_grad()
         loss_of(model, share(batch)).backward()
         handles = []

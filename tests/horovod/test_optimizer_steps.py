@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from horovod_training import assert_trained_alike, distributed, draw, loss_of, net, sgd
+from horovod_training import assert_trained_alike, distributed, draw, loss_of, net, sgd, step_alone
 from models import mlp
 from replicas import (
     RANK,
@@ -138,9 +138,7 @@ def test_gradients_set_by_hand(by_hand_in):
     own, ours = sgd(alone), distributed(model)
     for step in range(3):
         batch = draw()
-        own.zero_grad()
-        loss_of(alone, batch).backward()
-        own.step()
+        step_alone(alone, own, batch)
         ours.zero_grad()
         loss = loss_of(model, share(batch))
         if step == by_hand_in:
@@ -184,9 +182,7 @@ def test_gradient_scaler():
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for _ in range(3):
         batch = draw()
-        own.zero_grad()
-        loss_of(alone, batch).backward()
-        own.step()
+        step_alone(alone, own, batch)
         ours.zero_grad()
         scaler.scale(loss_of(model, share(batch))).backward()
         ours.synchronize()
@@ -317,9 +313,7 @@ def test_scheduler_state_and_hooks():
     saved = None
     for step in range(4):
         batch = draw()
-        own.zero_grad()
-        loss_of(alone, batch).backward()
-        own.step()
+        step_alone(alone, own, batch)
         ours.zero_grad()
         loss_of(model, share(batch)).backward()
         ours.step()
@@ -385,9 +379,7 @@ def test_frozen_and_added_parameters():
                 module.zero_grad()
                 optimizer.add_param_group({"params": list(module[4].parameters()), "lr": 0.01})
         batch = draw()
-        own.zero_grad()
-        loss_of(alone, batch).backward()
-        own.step()
+        step_alone(alone, own, batch)
         ours.zero_grad()
         loss_of(model, share(batch)).backward()
         ours.step()
@@ -406,9 +398,7 @@ def test_frozen_after_the_first_step():
         batch = draw()
         for module in (alone, model):
             module[0].requires_grad_(step % 2 == 1)
-        own.zero_grad()
-        loss_of(alone, batch).backward()
-        own.step()
+        step_alone(alone, own, batch)
         ours.zero_grad()
         loss_of(model, share(batch)).backward()
         ours.step()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mpiddp.horovod as hvd
 
-__all__ = ["assert_trained_alike", "distributed", "draw", "loss_of", "net", "sgd"]
+__all__ = ["assert_trained_alike", "distributed", "draw", "loss_of", "net", "sgd", "step_alone"]
 
 
 def net() -> nn.Sequential:
@@ -36,6 +36,13 @@ def distributed(model: nn.Module, **arguments: object) -> torch.optim.SGD:
     return hvd.DistributedOptimizer(
         sgd(model), named_parameters=model.named_parameters(), **arguments
     )
+
+
+def step_alone(alone: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    """Make the step that the others are compared with, of the whole batch in one process."""
+    optimizer.zero_grad()
+    loss_of(alone, batch).backward()
+    optimizer.step()
 
 
 def assert_trained_alike(model: nn.Module, alone: nn.Module, factor: float = 8) -> None:
