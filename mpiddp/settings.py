@@ -21,6 +21,7 @@ __all__ = [
     "PROGRESS_THREAD",
     "SETTINGS",
     "STALL_SECONDS",
+    "START_SECONDS",
     "TRANSPORT",
     "TRIAL_SECONDS",
     "WIRE",
@@ -66,6 +67,17 @@ class Setting(Generic[Value]):
         except ValueError:
             raise ValueError(f"{self.name} must be {self.type}, not {text!r}") from None
 
+    def read_before_init(self) -> Value:
+        """Return what `read` does, but what holds if it is unset instead of an error.
+
+        Not collective. For what happens before init_process_group, which raises the error on all
+        ranks together.
+        """
+        try:
+            return self.read()
+        except ValueError:
+            return self.unset
+
     def describe(self) -> str:
         """Return the value in words, for comparing and for errors. Not collective."""
         default = "unset" if self.unset is None else self.default
@@ -97,6 +109,11 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise ValueError
     return seconds
+
+
+def _seconds_or_none(text: str) -> float:
+    """Return seconds, infinitely many for "none"."""
+    return float("inf") if text == "none" else _seconds(text)
 
 
 def _signals(text: str) -> tuple[int, ...]:
@@ -210,8 +227,18 @@ STALL_SECONDS: Setting[float] = Setting(
     "After how many seconds of waiting one rank says on stderr what is waited for, which ranks "
     "have not come, and what they do instead; and again each time that the wait has doubled.",
     False,
-    lambda text: float("inf") if text == "none" else _seconds(text),
+    _seconds_or_none,
     30.0,
+)
+START_SECONDS: Setting[float] = Setting(
+    "MPIDDP_START_SECONDS",
+    "a positive number, or none",
+    "1800",
+    "How many seconds a process waits in MPI_Init for the others before it ends itself, where "
+    "mpiddp initialises MPI. After that `timeout` of init_process_group holds.",
+    False,
+    _seconds_or_none,
+    1800.0,
 )
 TRIAL_SECONDS = Setting(
     "MPIDDP_TRIAL_SECONDS",
@@ -234,5 +261,6 @@ SETTINGS: tuple[Setting[Any], ...] = (
     DUMP_SIGNAL,
     PREEMPTION_SIGNALS,
     STALL_SECONDS,
+    START_SECONDS,
     TRIAL_SECONDS,
 )

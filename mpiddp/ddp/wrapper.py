@@ -10,6 +10,7 @@ before torch's constructor communicates. versions.py adds what older releases of
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -107,6 +108,8 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
     __module__ = "mpiddp"
 
     _init_sync_buffers: bool
+    # While the constructor runs: ends its record.
+    _construction: contextlib.ExitStack | None = None
     # torch's configuration; None without one, or on a GPU.
     _precision_on_cpu: Any
     _transport: str
@@ -162,29 +165,33 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
         object.__setattr__(self, "_wants_sharing", bool(shared_parameters))
         on_cpu = mixed_precision is not None and not argument_checks.has_streams(module)
         object.__setattr__(self, "_precision_on_cpu", mixed_precision if on_cpu else None)
-        super().__init__(
-            module,
-            device_ids=device_ids,
-            output_device=output_device,
-            dim=dim,
-            broadcast_buffers=broadcast_buffers,
-            init_sync=False,  # done by _build_params_for_reducer
-            process_group=process_group,
-            bucket_cap_mb=bucket_cap_mb,
-            find_unused_parameters=find_unused_parameters,
-            check_reduction=check_reduction,
-            gradient_as_bucket_view=gradient_as_bucket_view or shared_parameters,
-            static_graph=static_graph,
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-            # On the CPU torch's constructor would make streams.
-            mixed_precision=None if on_cpu else mixed_precision,
-            device_mesh=device_mesh,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            bucket_cap_mb_list=list(bucket_cap_mb_list) if bucket_cap_mb_list else None,
-            batched_grad_copy=batched_grad_copy,
-            forward_sync_buffers=forward_sync_buffers,
-        )
+        with contextlib.ExitStack() as construction:
+            # Begun by _build_params_for_reducer, as soon as there is a process group.
+            object.__setattr__(self, "_construction", construction)
+            super().__init__(
+                module,
+                device_ids=device_ids,
+                output_device=output_device,
+                dim=dim,
+                broadcast_buffers=broadcast_buffers,
+                init_sync=False,  # done by _build_params_for_reducer
+                process_group=process_group,
+                bucket_cap_mb=bucket_cap_mb,
+                find_unused_parameters=find_unused_parameters,
+                check_reduction=check_reduction,
+                gradient_as_bucket_view=gradient_as_bucket_view or shared_parameters,
+                static_graph=static_graph,
+                delay_all_reduce_named_params=delay_all_reduce_named_params,
+                param_to_hook_all_reduce=param_to_hook_all_reduce,
+                # On the CPU torch's constructor would make streams.
+                mixed_precision=None if on_cpu else mixed_precision,
+                device_mesh=device_mesh,
+                skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+                bucket_cap_mb_list=list(bucket_cap_mb_list) if bucket_cap_mb_list else None,
+                batched_grad_copy=batched_grad_copy,
+                forward_sync_buffers=forward_sync_buffers,
+            )
+        self._construction = None  # nor for copies, which are made from __dict__
         self._verify_models = False
         if on_cpu:
             self.mixed_precision = mixed_precision
@@ -196,6 +203,9 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         parameters, expect_sparse = super()._build_params_for_reducer()
+        if self._construction is not None:
+            name = f"construction of DistributedDataParallel({type(self.module).__name__})"
+            self._construction.enter_context(self.process_group.recorded(name))
         if self._verify_models:
             # Instead of torch's own check, whose error names no parameter, and before anything
             # is broadcast, which needs equal sizes.

@@ -1,23 +1,75 @@
-"""All communicators that this package has made, so that one lost rank can end every wait.
+"""Make communicators, and remember all that this package has made.
 
-A rank that waits in one of them for ranks that live, but have met the loss in another, hears of it
-only when that one is revoked (MPI 5 calls it MPI_Comm_revoke; Open MPI 5 has it as ULFM).
+One lost rank must end every wait: a rank that waits in one of them for ranks that live, but have
+met the loss in another, hears of it only when that one is revoked (MPI 5 calls it MPI_Comm_revoke;
+Open MPI 5 has it as ULFM).
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import time
 import weakref
 from typing import TYPE_CHECKING, TypeVar
+
+from mpiddp import settings
+from mpiddp.mpi import losses
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["known", "note", "revoke_all"]
+__all__ = ["duplicate", "known", "note", "revoke_all"]
 
 Communicator = TypeVar("Communicator", bound="MPI.Comm")
 
 _known: list[weakref.ref[MPI.Comm]] = []
+
+
+# What the time between two looks counts at most, in seconds.
+_LONGEST = 2.0
+# How many ranks speak: one of them may be the one that has not come.
+_SPEAKERS = 2
+# Seconds between two looks whether all ranks have come.
+_NAP = 0.0005
+
+
+def duplicate(communicator: MPI.Intracomm, seconds: float, what: str) -> MPI.Intracomm:
+    """Return a duplicate, or raise if not all ranks want one in time.
+
+    Collective. After MPIDDP_STALL_SECONDS the first ranks say what they wait for.
+
+    Args:
+        communicator: of the ranks; it may be the user's, so no message is sent in it.
+        seconds: how long to wait for the other ranks.
+        what: what they have to call.
+
+    Raises:
+        RuntimeError: some rank did not come.
+    """
+    if losses.can_go_on():
+        return note(communicator.Dup())  # its revocation wakes a Dup
+    made, request = communicator.Idup()
+    rank, size = communicator.Get_rank(), communicator.Get_size()
+    waited, said_after = 0.0, settings.STALL_SECONDS.read_before_init()
+    looked = time.monotonic()
+    while not request.Test():
+        time.sleep(_NAP)
+        now = time.monotonic()
+        waited += min(now - looked, _LONGEST)  # more: the job was stopped
+        looked = now
+        words = (
+            f"rank {rank} of {size} has waited {waited:.0f} s in {what} for other ranks: not all "
+            f"have called it, or they called it with other communicators"
+        )
+        if waited >= seconds:
+            raise RuntimeError(f"{words}, and the timeout is over")
+        if waited >= said_after:
+            said_after *= 2
+            if rank < _SPEAKERS:
+                with contextlib.suppress(Exception):  # a stream that takes nothing
+                    print(f"mpiddp: {words}", file=sys.stderr, flush=True)
+    return note(made)
 
 
 def note(communicator: Communicator) -> Communicator:

@@ -18,16 +18,11 @@ if TYPE_CHECKING:
     from mpiddp.process_group.wrapped_modules import WrappedModules
 
 
-class RunningGroup(Group, Protocol):
-    """A group that starts operations, waits for them and counts them."""
+class CountedGroup(Protocol):
+    """A group that counts its collectives, so that others may ask how far it has come."""
 
-    @property
-    def engine(self) -> Engine:
-        """The process's progress engine."""
-
-    @property
-    def completion(self) -> Any:
-        """The `FutureCompleter` of the process."""
+    def rank(self) -> int:
+        """Return this rank's number in the group."""
 
     @property
     def timeout(self) -> timedelta:
@@ -56,6 +51,22 @@ class RunningGroup(Group, Protocol):
     @property
     def modules(self) -> WrappedModules:
         """The modules that average their gradients over this group."""
+
+    @property
+    def without_limit(self) -> set[int]:
+        """The records of what waits in MPI without a time limit."""
+
+
+class RunningGroup(CountedGroup, Group, Protocol):
+    """A group that starts operations, waits for them and counts them."""
+
+    @property
+    def engine(self) -> Engine:
+        """The process's progress engine."""
+
+    @property
+    def completion(self) -> Any:
+        """The `FutureCompleter` of the process."""
 
     def wait_for(self, request: MPI.Request, call: str, name: str, *memory: torch.Tensor) -> None:
         """Wait for what the MPI function `call` began, as a part of the operation `name`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +29,7 @@ from mpiddp.process_group import call_check, gpu_tensors
 from mpiddp.process_group.futures import FutureCompleter
 from mpiddp.process_group.gpu_tensors import GpuWork
 from mpiddp.process_group.roll_call import RollCall
+from mpiddp.process_group.watchdog import limited
 from mpiddp.process_group.work import COMPLETED, CompletedWork, Work
 from mpiddp.process_group.wrapped_modules import WrappedModules
 from mpiddp.torch_internals.compiler import skip_compilation
@@ -77,6 +79,8 @@ class OperationRunner(dist.ProcessGroup):
         self._requests = requests
         # MPI wants one thread at a time to start operations on a communicator.
         self._starting = threading.Lock()
+        # Records whose calls of MPI wait without a limit: the watchdog ends the job instead.
+        self.without_limit: set[int] = set()
         # Works that the caller may have forgotten while MPI uses their memory.
         self._under_way: list[Work] = []
         self._sweep_at = 16
@@ -209,6 +213,17 @@ class OperationRunner(dist.ProcessGroup):
         if self.roll_call is None:
             return "Did all ranks call it, in the same order, and are they still alive?"
         return f"{self.roll_call.explain(self, number)}."
+
+    def recorded(self, name: str) -> AbstractContextManager[None]:
+        """Record what runs within as one collective. After the group's time limit the job ends.
+
+        Collective. For calls of MPI that wait for other ranks and have no limit of their own.
+
+        Args:
+            name: what it is, in words.
+        """
+        with self._starting:
+            return limited(self, self._enter(name))
 
     # Internal.
 

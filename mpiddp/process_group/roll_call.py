@@ -34,7 +34,7 @@ from mpiddp.flight_recorder.call_text import describe, is_of_a_library, ranks_in
 from mpiddp.mpi import communicators
 
 if TYPE_CHECKING:
-    from mpiddp.process_group.interface import RunningGroup
+    from mpiddp.process_group.interface import CountedGroup
     from mpiddp.process_group.wrapped_modules import WrappedModule
 
 __all__ = ["RollCall"]
@@ -87,7 +87,7 @@ class RollCall:
     """
 
     def __init__(self, communicator: MPI.Intracomm, threaded: bool) -> None:
-        self._groups: list[weakref.ref[RunningGroup]] = []
+        self._groups: list[weakref.ref[CountedGroup]] = []
         self._asking = threading.Lock()
         self._numbers = itertools.count(1)
         self._ending = threading.Event()
@@ -117,11 +117,11 @@ class RollCall:
         )
         self._thread.start()
 
-    def groups(self) -> list[RunningGroup]:
+    def groups(self) -> list[CountedGroup]:
         """Return the groups that it answers for. Not collective."""
         return [group for known in self._groups if (group := known()) is not None]
 
-    def add(self, group: RunningGroup) -> None:
+    def add(self, group: CountedGroup) -> None:
         """Answer for `group` from now on, as long as it lives. Not collective.
 
         It counts the collectives it enters in ``entered`` and keeps the last in ``last``.
@@ -146,7 +146,7 @@ class RollCall:
                 self._communicator.Free()
             self._communicator = None
 
-    def explain(self, group: RunningGroup, number: int | None = None) -> str:
+    def explain(self, group: CountedGroup, number: int | None = None) -> str:
         """Return which ranks keep a collective of `group` waiting. Not collective.
 
         Takes up to some seconds. A sentence such as "rank 2 has not called it (last called:
@@ -164,7 +164,7 @@ class RollCall:
         wanted = own.entered if number is None else number
         return _in_words(group.world_ranks, answers, wanted, group.rank())
 
-    def explain_bucket(self, group: RunningGroup, module: int, number: int) -> str:
+    def explain_bucket(self, group: CountedGroup, module: int, number: int) -> str:
         """Return which ranks keep a bucket of gradients waiting. Not collective.
 
         Takes up to some seconds.
@@ -198,7 +198,7 @@ class RollCall:
             )
         return _sentence(told) or "All ranks have filled it: the connection is slow or has failed"
 
-    def alert(self, group: RunningGroup) -> None:
+    def alert(self, group: CountedGroup) -> None:
         """Let the other ranks of `group` write what they did last. Not collective.
 
         Takes up to some seconds.
@@ -206,7 +206,7 @@ class RollCall:
         if self._thread is not None:
             self._ask(group)
 
-    def explain_stall(self, group: RunningGroup, module: int, number: int) -> str | None:
+    def explain_stall(self, group: CountedGroup, module: int, number: int) -> str | None:
         """Return which ranks keep an operation or a bucket waiting, and what they do instead.
 
         Not collective. For the thread that answers: it goes on answering. None if this rank need
@@ -243,7 +243,7 @@ class RollCall:
 
     def _ask(
         self,
-        group: RunningGroup,
+        group: CountedGroup,
         module: int = 0,
         ranks: Iterable[int] | None = None,
         answering: bool = False,
@@ -396,11 +396,11 @@ def place() -> str:
     return ""
 
 
-def _last_of(group: RunningGroup) -> str:
+def _last_of(group: CountedGroup) -> str:
     return "" if group.last is None else describe(group.last)
 
 
-def _doing(module: WrappedModule, group: RunningGroup, groups: Sequence[RunningGroup]) -> str:
+def _doing(module: WrappedModule, group: CountedGroup, groups: Sequence[CountedGroup]) -> str:
     """Return in words what this rank does instead of filling a bucket of `module`."""
     progress = module.describe_progress()
     for other in (each for known in groups for each in known.modules.all()):
@@ -411,7 +411,7 @@ def _doing(module: WrappedModule, group: RunningGroup, groups: Sequence[RunningG
     return f"{progress}; last collective called: {describe(group.last)}, #{group.entered}"
 
 
-def _digest(group: RunningGroup) -> bytes:
+def _digest(group: CountedGroup) -> bytes:
     """Return what identifies `group` on all of its ranks."""
     text = f"{group.group_name}\n{','.join(map(str, group.world_ranks))}"
     return hashlib.blake2b(text.encode(), digest_size=16).digest()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import socket
 import sys
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from mpiddp import settings
-from mpiddp.mpi import uncaught
+from mpiddp.mpi import start_and_end, uncaught
 from mpiddp.mpi.compatibility import check_loaded_library
 from mpiddp.rendezvous import joining
 
@@ -16,6 +19,10 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+# What launchers tell a process about its rank.
+_LAUNCHER_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
+# How many of the first ranks say that they wait: one of them may be the one that is missing.
+_SPEAKERS = 2
 # What launchers tell a process about the number of ranks they started.
 _LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 # SLURM says this to every process of an allocation, whoever started it.
@@ -27,16 +34,20 @@ def checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
 
     Collective where MPI is not initialised. Raises what `init_process_group` raises.
     """
-    from mpi4py import MPI
+    module = sys.modules.get("mpi4py.MPI")
+    begun = module is not None and module.Is_initialized()
+    with contextlib.nullcontext() if begun else _watched_init():
+        from mpi4py import MPI
 
-    check_loaded_library()
-    if not MPI.Is_initialized():
-        # The user asked mpi4py not to, by mpi4py.rc; then ending it falls to us as well.
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        # Registered before _stop_at_exit, so it runs after that.
-        atexit.register(MPI.Finalize)
+        check_loaded_library()
+        if not MPI.Is_initialized():
+            # The user asked mpi4py not to, by mpi4py.rc; then ending it falls to us as well.
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+            # Registered before _stop_at_exit, so it runs after that.
+            atexit.register(MPI.Finalize)
     if MPI.Is_finalized():
         raise RuntimeError("MPI has been finalised; it cannot be initialised twice")
+    _watch_finalize(MPI.COMM_WORLD)
     uncaught.watch_if_initialised()
     if comm is None:
         if joining.is_joining():
@@ -50,6 +61,35 @@ def checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     if not isinstance(comm, MPI.Intracomm):
         raise ValueError("comm is an intercommunicator; merge it first (Intercomm.Merge)")
     return comm
+
+
+def _watched_init() -> AbstractContextManager[None]:
+    """Within, this process speaks and ends if MPI_Init takes too long. Not collective."""
+    named = next((name for name in _LAUNCHER_RANKS if name in os.environ), "")
+    rank = os.environ.get(named, "?")
+    return start_and_end.watched_init(
+        f"mpiddp: rank {rank} ({_process()}) has waited in MPI_Init for",
+        f"It returns when all processes of the job are in it: one of them has ended before, or is "
+        f"not there yet ({settings.START_SECONDS.name} is the time limit, "
+        f"{settings.STALL_SECONDS.name}=none: say nothing)",
+        settings.STALL_SECONDS.read_before_init(),
+        settings.START_SECONDS.read_before_init(),
+        rank in map(str, range(_SPEAKERS)),
+    )
+
+
+def _watch_finalize(world: MPI.Intracomm) -> None:
+    if world.Get_size() > 1 and world.Get_rank() < _SPEAKERS:
+        start_and_end.watch_finalize(
+            f"mpiddp: rank {world.Get_rank()} ({_process()}) has waited in MPI_Finalize for",
+            f"It returns when all ranks of the job are in it: another one still works, hangs or is "
+            f"stopped ({settings.STALL_SECONDS.name}=none: say nothing)",
+            settings.STALL_SECONDS.read_before_init(),
+        )
+
+
+def _process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _progress_thread_wanted() -> bool:

@@ -76,7 +76,7 @@ def _completing(torchs: Callable[..., Any]) -> Callable[..., Any]:
             torchs(**_completed(communicator, topology, given))
             _bind_device(given.get("device_id"))
 
-        world.begin_world(None, start)
+        world.begin_world(None, start, given.get("timeout") or world.DEFAULT_TIMEOUT)
 
     return init_process_group
 

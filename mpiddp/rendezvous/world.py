@@ -127,11 +127,13 @@ def init_process_group(
             timeout=timeout,
         )
 
-    begin_world(comm, start)
+    begin_world(comm, start, timeout)
 
 
 def begin_world(
-    comm: MPI.Intracomm | None, start: Callable[[MPI.Intracomm, Topology], None]
+    comm: MPI.Intracomm | None,
+    start: Callable[[MPI.Intracomm, Topology], None],
+    timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> None:
     """Make the world under torch.distributed, and let `start` initialise torch.distributed.
 
@@ -142,11 +144,14 @@ def begin_world(
         comm: as for `init_process_group`.
         start: called with a duplicate of `comm` and this process's place in it; it must
             initialise torch.distributed.
+        timeout: how long to wait for the other ranks to call it.
     """
     forks.check("init_process_group")
     # Left over if torch.distributed.destroy_process_group() was called instead of ours.
     _leave_world()
-    own = communicators.note(checked_communicator(comm).Dup())
+    own = communicators.duplicate(
+        checked_communicator(comm), timeout.total_seconds(), "init_process_group"
+    )
     uncaught.watch(own.Get_rank(), own.Get_size())
     try:
         with uncaught.paused():  # torch's own hook only adds the rank to the traceback
@@ -306,6 +311,7 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
 
     Collective over the ranks of the new group.
     """
+    from mpiddp.process_group.forming_group import FormingGroup
     from mpiddp.process_group.group import ProcessGroup
 
     forks.check("new_group")
@@ -315,25 +321,29 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
             'or torch.distributed.init_process_group("mpiddp")'
         )
     world = _world.communicator
-    ranks = list(options.global_ranks_in_group)
-    if ranks and ranks != list(range(world.Get_size())):
-        everyone = world.Get_group()
-        group = everyone.Incl(ranks)
-        communicator = world.Create_group(group)
-        group.Free()
-        everyone.Free()
-    else:
-        communicator = world.Dup()
-    try:
-        launch_checks.compare_debug_levels(communicator, ranks or range(world.Get_size()))
-    except RuntimeError:
-        communicator.Free()
-        raise
+    ranks = list(options.global_ranks_in_group) or list(range(world.Get_size()))
+    own = ranks.index(world.Get_rank())
+    forming = FormingGroup(options.group_id, ranks, own, options.timeout)
+    _world.roll_call.add(forming)
+    with forming.recorded():
+        if len(ranks) == world.Get_size() and ranks == sorted(ranks):
+            communicator = world.Dup()
+        else:
+            everyone = world.Get_group()
+            group = everyone.Incl(ranks)
+            communicator = world.Create_group(group)
+            group.Free()
+            everyone.Free()
+        try:
+            launch_checks.compare_debug_levels(communicator, ranks)
+        except RuntimeError:
+            communicator.Free()
+            raise
     made = ProcessGroup(
         communicator, _world.requests, _world.completion, options.timeout, options.store
     )
     made.roll_call = _world.roll_call
-    made.world_ranks = tuple(ranks or range(world.Get_size()))
+    made.world_ranks = tuple(ranks)
     _world.roll_call.add(made)
     _world.groups.append(weakref.ref(made))
     return made

@@ -15,7 +15,8 @@ from typing import NoReturn
 
 from torch.distributed import Backend
 
-from mpiddp.mpi import nodes
+from mpiddp import settings
+from mpiddp.mpi import communicators, nodes
 from mpiddp.rendezvous import mpi_world, world
 from mpiddp.runner import data_parallel, elastic, output, spawn, stand_ins, torchrun
 from mpiddp.runner.job_exit import JobExit
@@ -53,7 +54,9 @@ def main() -> int:
         options, program = _parse(parser, sys.argv[1:])
     except _UsageError as error:
         problem = str(error)
-    communicator = mpi_world.checked_communicator(None).Dup()
+    everyone = mpi_world.checked_communicator(None)
+    limit = settings.START_SECONDS.read_before_init()
+    communicator = communicators.duplicate(everyone, limit, "python -m mpiddp")
     topology = nodes.find_topology(communicator)
     problems = [text for text in communicator.allgather(problem) if text]
     if problems:

@@ -100,6 +100,7 @@ def test_what_each_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
         settings.DUMP_SIGNAL: {"USR2": 12, "sigusr1": 10, "RTMIN+2": 36, "40": 40, "none": 0},
         settings.PREEMPTION_SIGNALS: {"USR2, term": (12, 15), "none": ()},
         settings.STALL_SECONDS: {"2.5": 2.5, "none": float("inf")},
+        settings.START_SECONDS: {"2.5": 2.5, "none": float("inf")},
         settings.TRIAL_SECONDS: {"2.5": 2.5},
     }
     assert list(allowed) == list(settings.SETTINGS)
@@ -117,6 +118,7 @@ def test_what_each_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
         (settings.DUMP_SIGNAL, "later"),
         (settings.PREEMPTION_SIGNALS, "USR2,KILL"),
         (settings.STALL_SECONDS, "0"),
+        (settings.START_SECONDS, "never"),
         (settings.TRIAL_SECONDS, "0"),
         (settings.TRIAL_SECONDS, "nan"),
         (settings.TRIAL_SECONDS, "soon"),
@@ -124,6 +126,7 @@ def test_what_each_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(setting.name, text)
         with pytest.raises(ValueError, match=rf"^{setting.name} must be .*, not '{text}'$"):
             setting.read()
+        assert setting.read_before_init() == setting.unset
 
 
 SAME = "it must be the same on all ranks"

@@ -1,0 +1,6 @@
+from contextlib import AbstractContextManager
+
+def watched_init(
+    who: str, why: str, say: float, limit: float, speaks: bool
+) -> AbstractContextManager[None]: ...
+def watch_finalize(who: str, why: str, say: float) -> None: ...
