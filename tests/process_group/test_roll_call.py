@@ -31,7 +31,8 @@ def _quick_answers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         from mpiddp.process_group import roll_call
 
         monkeypatch.setattr(roll_call, "_PERIOD", 0.03)
-        monkeypatch.setattr(roll_call, "_PATIENCE", 1.5)
+        # A busy machine must not look like a rank that is silent.
+        monkeypatch.setattr(roll_call, "_PATIENCE", 8.0)
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ class TestMissingRanks:
             thread.start()
         for thread in threads:
             thread.join()
-        assert time.monotonic() - began < 3.5
+        assert time.monotonic() - began < 8.0
         for text in texts:
             if rank() == 0:
                 assert text.startswith("All ranks have called it")
@@ -149,7 +150,12 @@ class TestMissingRanks:
                 time.sleep(0.1)
             until_all_are_here()
 
-    def test_hanging_rank_is_silent(self, part: "ProcessGroup") -> None:
+    def test_hanging_rank_is_silent(
+        self, part: "ProcessGroup", monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from mpiddp.process_group import roll_call as module
+
+        monkeypatch.setattr(module, "_PATIENCE", 1.5)
         roll_call = part.roll_call
         assert roll_call is not None
         until_all_are_here()
@@ -164,6 +170,7 @@ class TestMissingRanks:
         until_all_are_here()
         if rank() == 1:
             roll_call.start()
+        monkeypatch.setattr(module, "_PATIENCE", 8.0)
         until_all_are_here()
         # The answer to the old question comes late, and is not taken for one to this.
         if rank() == 0:
