@@ -76,7 +76,10 @@ def _completing(torchs: Callable[..., Any]) -> Callable[..., Any]:
             torchs(**_completed(communicator, topology, given))
             _bind_device(given.get("device_id"))
 
-        world.begin_world(None, start, given.get("timeout") or world.DEFAULT_TIMEOUT)
+        timeout = given.get("timeout")
+        if not isinstance(timeout, timedelta):
+            timeout = world.DEFAULT_TIMEOUT  # torch refuses what is wrong
+        world.begin_world(None, start, timeout)
 
     return init_process_group
 
