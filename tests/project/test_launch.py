@@ -376,3 +376,47 @@ class TestProgress:
         now = time.monotonic() + 120.0
         monkeypatch.setattr(time, "monotonic", lambda: now)
         assert "about 0:40 left" in progress.line()  # twice what it was
+
+
+@pytest.mark.once
+def test_files_run_beside_each_other(tmp_path: Path) -> None:
+    """Except what is marked alone. Each test notes when it ran."""
+    source = """
+import pathlib, time, pytest
+
+def note(name):
+    began = time.monotonic()
+    time.sleep(2)
+    (pathlib.Path(__file__).parent / name).write_text(f"{began} {time.monotonic()}")
+
+def test_plain():
+    note("plain-" + pathlib.Path(__file__).stem)
+
+@pytest.mark.alone
+def test_alone():
+    note("alone-" + pathlib.Path(__file__).stem)
+"""
+    files = [tmp_path / f"test_generated_{name}.py" for name in "ab"]
+    for file in files:
+        file.write_text(source)
+    done = subprocess.run(
+        [sys.executable, launch.__file__, "--jobs", "2", *map(str, files)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0
+    assert done.stdout.endswith("4 passed, 0 failed, 0 skipped\n")
+    times = {
+        path.name: [float(text) for text in path.read_text().split()]
+        for path in tmp_path.glob("*-test_generated_*")
+    }
+    plain = [times[f"plain-{file.stem}"] for file in files]
+    assert plain[0][0] < plain[1][1]
+    assert plain[1][0] < plain[0][1]
+    others = sorted([*plain, *(times[f"alone-{file.stem}"] for file in files)])
+    assert others[2][0] >= max(plain[0][1], plain[1][1])
+    assert others[3][0] >= others[2][1]

@@ -1,10 +1,12 @@
 """Run the tests: the marked ones under mpirun with 1, 2, 3 and 4 ranks, the others once.
 
-    python tests/support/launch.py [-n RANKS] [--short | --rest] [--timeout S] [--job-timeout S]
-        [pytest arguments]
+    python tests/support/launch.py [-n RANKS] [--short | --rest] [--jobs N] [--timeout S]
+        [--job-timeout S] [pytest arguments]
 
 With --short (`make test`), and if nothing else chooses tests, it leaves out what is marked
 `thorough`, and runs on 3 ranks only what is not marked `sizes`; with --rest it runs the others.
+The files of the tests without MPI run in two processes at once, or as many as --jobs says: they mostly
+wait for jobs that they have started.
 
 An exit code proves nothing: a job can lose a rank or skip every test and still exit
 with 0. So every rank reports each test that it finishes (launch_report.py), and those
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,12 +42,17 @@ NEEDS_MPI = "need --with-mpi"
 OPTIONS_WITH_VALUE = {"-k", "-m", "-p", "-o", "-W", "-r", "--deselect"}
 
 
+# Of this launcher, in whatever thread.
+_running: list["subprocess.Popen[str]"] = []
+
+
 @dataclass
 class RankReport:
     """What one rank wrote about its tests."""
 
     size: int = -1
     tests: dict[str, list[int]] = field(default_factory=dict)
+    alone: set[str] = field(default_factory=set)
     outcomes: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -66,8 +74,8 @@ class RankReport:
             match event:
                 case {"event": "start", "size": size}:
                     report.size = size
-                case {"event": "collected", "tests": tests}:
-                    report.tests = tests
+                case {"event": "collected", "tests": tests, "alone": alone}:
+                    report.tests, report.alone = tests, set(alone)
                 case {"event": "running", "test": test}:
                     report.running = test
                 case {"event": "failed", "test": test, "text": text}:
@@ -140,6 +148,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             help=f"{text}, unless tests are chosen otherwise",
         )
     parser.add_argument(
+        "--jobs", type=int, default=2, metavar="N", help="processes at once without MPI, default 2"
+    )
+    parser.add_argument(
         "--measure", action="store_true", help="write what tests took, for estimates"
     )
     parser.add_argument(
@@ -191,6 +202,7 @@ def run(
         text=True,
         start_new_session=True,  # ^C comes to the launcher alone, which ends the job
     )
+    _running.append(process)
     try:
         printed, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -198,6 +210,7 @@ def run(
     else:
         return process.returncode, printed or ""
     finally:
+        _running.remove(process)
         # mpirun ends its ranks, and pytest what its tests have started, if they can.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
             if process.poll() is None:
@@ -219,8 +232,8 @@ def pytest_command(options: argparse.Namespace, directory: Path) -> list[str]:
     ]
 
 
-def collect(options: argparse.Namespace, arguments: list[str]) -> dict[str, list[int]]:
-    """Return all tests that are to run, each with the fewest and the most ranks (0: no MPI)."""
+def collect(options: argparse.Namespace, arguments: list[str]) -> RankReport:
+    """Return a report with all tests that are to run."""
     with tempfile.TemporaryDirectory(prefix="mpiddp-collect-") as name:
         directory = Path(name)
         command = [sys.executable, *pytest_command(options, directory), "--collect-only", "-q"]
@@ -235,7 +248,7 @@ def collect(options: argparse.Namespace, arguments: list[str]) -> dict[str, list
         say("No tests were run: pytest could not collect them.")
         say(str(Totals(failed=1)))
         sys.exit(1)
-    return report.tests
+    return report
 
 
 def judge(
@@ -316,10 +329,12 @@ def run_tests(
     options: argparse.Namespace,
     arguments: list[str],
     later: float = 0.0,
+    quiet: bool = False,
 ) -> Totals:
     """Run the expected tests on `size` ranks, in plain pytest if it is 0.
 
-    `later` is how many seconds the runs after this one take.
+    `later` is how many seconds the runs after this one take. If `quiet`, what the run prints is
+    shown when it has ended: others run beside it.
     """
     with tempfile.TemporaryDirectory(prefix="mpiddp-tests-", ignore_cleanup_errors=True) as name:
         directory = Path(name)
@@ -338,7 +353,10 @@ def run_tests(
         say(f"=== {title}: {shlex.join(command)}")
         start = time.monotonic()
         with launch_progress.Progress(directory / "rank-0.jsonl", expected, size, later):
-            status, _ = run(command, directory, options.job_timeout)
+            output = subprocess.PIPE if quiet else None
+            status, printed = run(command, directory, options.job_timeout, output)
+        if printed:
+            say(printed)
         seconds = time.monotonic() - start
         reports = [
             RankReport.read(directory / f"rank-{rank}.jsonl") for rank in range(max(size, 1))
@@ -354,11 +372,47 @@ def run_tests(
     return totals
 
 
+def run_at_once(
+    expected: set[str],
+    alone: set[str],
+    options: argparse.Namespace,
+    arguments: list[str],
+    later: float,
+) -> Totals:
+    """Run tests without MPI, their files in several processes at once, and then those `alone`."""
+    chosen = [argument for argument in arguments if Path(argument).is_absolute()]
+    if options.jobs == 1 or options.measure or any("::" in path for path in chosen):
+        return run_tests(expected, 0, options, arguments, later)
+    others = [argument for argument in arguments if argument not in chosen]
+    parts = launch_progress.split(expected - alone, options.jobs)
+    totals = Totals()
+    with ThreadPoolExecutor(options.jobs) as threads:
+
+        def start(part: set[str], quiet: bool) -> Totals:
+            files = sorted({str(TESTS.parent / test.partition("::")[0]) for test in part})
+            which = f"--launch-alone={'without' if quiet else 'only'}"
+            # They would race for pytest's cache.
+            extra = [*others, which, "-p", "no:cacheprovider"]
+            return run_tests(part, 0, options, [*extra, *files], later, quiet)
+
+        try:
+            for found in list(threads.map(lambda part: start(part, quiet=True), parts)):
+                totals += found
+        except BaseException:
+            for process in list(_running):
+                process.send_signal(signal.SIGINT)
+            raise
+        if expected & alone:
+            totals += start(expected & alone, quiet=False)
+    return totals
+
+
 def main(argv: list[str]) -> int:
     """Run everything; return the exit status."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options, arguments = parse(argv)
-    tests = collect(options, arguments)
+    collected = collect(options, arguments)
+    tests = collected.tests
     totals = Totals()
 
     sizes = options.sizes or (SIZES_OF_PARTS if options.part else SIZES)
@@ -367,10 +421,16 @@ def main(argv: list[str]) -> int:
         runs[size] = {test for test, (fewest, most) in tests.items() if 0 < fewest <= size <= most}
     due = [(size, expected) for size, expected in runs.items() if expected]
     estimate = launch_progress.Estimate()
-    seconds = [estimate.of(expected, size) for size, expected in due]
+    seconds = [
+        estimate.of(expected, size) / (1 if size else options.jobs) for size, expected in due
+    ]
     say(f"about {launch_progress.in_words(sum(seconds))} minutes on two cores at rest")
     for index, (size, expected) in enumerate(due):
-        totals += run_tests(expected, size, options, arguments, sum(seconds[index + 1 :]))
+        later = sum(seconds[index + 1 :])
+        if size == 0:
+            totals += run_at_once(expected, collected.alone, options, arguments, later)
+        else:
+            totals += run_tests(expected, size, options, arguments, later)
 
     if too_large := [test for test, (fewest, _) in tests.items() if fewest > max(sizes)]:
         say(f"{len(too_large)} tests need more than {max(sizes)} ranks: {some(too_large)}")

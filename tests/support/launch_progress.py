@@ -60,6 +60,23 @@ class Estimate:
         return total
 
 
+def split(tests: set[str], count: int) -> list[set[str]]:
+    """Return `tests` in parts that take about as long without MPI; a file is in one of them."""
+    estimate = Estimate()
+    files: dict[str, set[str]] = {}
+    for test in tests:
+        files.setdefault(test.partition("::")[0], set()).add(test)
+    seconds = {file: estimate.of(of_it, 0) for file, of_it in files.items()}
+    parts: list[set[str]] = [set() for _ in range(count)]
+    load = [0.0] * count
+    # The longest first, each to the part with the least so far.
+    for file in sorted(files, key=lambda file: (-seconds[file], file)):
+        least = load.index(min(load))
+        parts[least] |= files[file]
+        load[least] += seconds[file]
+    return [part for part in parts if part]
+
+
 def in_words(seconds: float) -> str:
     """Return a duration such as "3:05"."""
     minutes, rest = divmod(round(max(seconds, 0.0)), 60)

@@ -36,6 +36,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("short", "rest"),
         help="short: not what is marked thorough, most of it on 3 ranks only; rest: the others",
     )
+    group.addoption(
+        "--launch-alone",
+        choices=("only", "without"),
+        help="only: what is marked alone; without: the others",
+    )
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -132,6 +137,9 @@ class Report:
                 belongs = belongs and fewest == 0
             elif self.ranks is not None:
                 belongs = belongs and 0 < fewest <= self.ranks <= most
+            if (alone := config.option.launch_alone) is not None:
+                is_alone = item.get_closest_marker("alone") is not None
+                belongs = belongs and is_alone == (alone == "only")
             (chosen if belongs else others).append(item)
         if others:
             config.hook.pytest_deselected(items=others)
@@ -140,7 +148,8 @@ class Report:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Report what is going to run."""
         tests = {item.nodeid: bounds(item, self.part) for item in session.items}
-        self.write("collected", tests=tests)
+        alone = [item.nodeid for item in session.items if item.get_closest_marker("alone")]
+        self.write("collected", tests=tests, alone=alone)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Report a file that cannot be collected."""
