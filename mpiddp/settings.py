@@ -16,6 +16,7 @@ __all__ = [
     "DEBUG",
     "DEVICE_TRANSPORT",
     "DUMP_SIGNAL",
+    "HEARTBEAT_SECONDS",
     "KERNELS",
     "PREEMPTION_SIGNALS",
     "PROGRESS_THREAD",
@@ -97,6 +98,10 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise ValueError
     return seconds
+
+
+def _seconds_or_none(text: str) -> float:
+    return float("inf") if text == "none" else _seconds(text)
 
 
 def _signals(text: str) -> tuple[int, ...]:
@@ -210,8 +215,18 @@ STALL_SECONDS: Setting[float] = Setting(
     "After how many seconds of waiting one rank says on stderr what is waited for, which ranks "
     "have not come, and what they do instead; and again each time that the wait has doubled.",
     False,
-    lambda text: float("inf") if text == "none" else _seconds(text),
+    _seconds_or_none,
     30.0,
+)
+HEARTBEAT_SECONDS: Setting[float] = Setting(
+    "MPIDDP_HEARTBEAT_SECONDS",
+    "a positive number, or none",
+    "60",
+    "For how many seconds another node may be silent, off or cut off, before a rank that waits for "
+    "it ends the job. none: nodes do not watch each other.",
+    True,
+    _seconds_or_none,
+    60.0,
 )
 TRIAL_SECONDS = Setting(
     "MPIDDP_TRIAL_SECONDS",
@@ -234,5 +249,6 @@ SETTINGS: tuple[Setting[Any], ...] = (
     DUMP_SIGNAL,
     PREEMPTION_SIGNALS,
     STALL_SECONDS,
+    HEARTBEAT_SECONDS,
     TRIAL_SECONDS,
 )
