@@ -23,6 +23,7 @@ from mpiddp import settings
 from mpiddp.gpu.runtime import runtime_of
 from mpiddp.mpi import nodes
 from mpiddp.mpi.library import compiled_against, linked_version
+from mpiddp.rendezvous.world import heartbeat_problem
 from mpiddp.transports import choice as transport_choice
 from mpiddp.transports import gpu_choice, gpu_support, wire_choice
 
@@ -130,6 +131,21 @@ def describe_wire(node_count: int) -> list[str]:
     return lines
 
 
+def _heartbeat(world: MPI.Comm) -> list[str]:
+    """Say whether the nodes notice each other's end."""
+    return describe_heartbeat(mpiddp.get_topology().node_count, heartbeat_problem())
+
+
+def describe_heartbeat(node_count: int, problem: str) -> list[str]:
+    """Return whether so many nodes watch each other, or why they do not."""
+    if node_count == 1:
+        return []
+    if problem:
+        return [f"heartbeat between the nodes: none: {problem}"]
+    seconds, name = settings.HEARTBEAT_SECONDS.read(), settings.HEARTBEAT_SECONDS.name
+    return [f"heartbeat between the nodes: one may be silent for {seconds:g} s ({name})"]
+
+
 def _gpu(world: MPI.Comm) -> list[str]:
     """Say what GPU there is and how gradients on it travel."""
     asked = gpu_choice.requested_gpu_transport()
@@ -181,6 +197,7 @@ REPORTS: list[Callable[[MPI.Comm], list[str]]] = [
     _ranks,
     _shared_memory,
     _wire,
+    _heartbeat,
     _gpu,
 ]
 

@@ -16,6 +16,7 @@ __all__ = [
     "DEBUG",
     "DEVICE_TRANSPORT",
     "DUMP_SIGNAL",
+    "HEARTBEAT_SECONDS",
     "KERNELS",
     "PREEMPTION_SIGNALS",
     "PROGRESS_THREAD",
@@ -240,6 +241,16 @@ START_SECONDS: Setting[float] = Setting(
     _seconds_or_none,
     1800.0,
 )
+HEARTBEAT_SECONDS: Setting[float] = Setting(
+    "MPIDDP_HEARTBEAT_SECONDS",
+    "a positive number, or none",
+    "60",
+    "For how many seconds another node may be silent, off or cut off, before a rank that waits for "
+    "it ends the job. none: nodes do not watch each other.",
+    True,
+    _seconds_or_none,
+    60.0,
+)
 TRIAL_SECONDS = Setting(
     "MPIDDP_TRIAL_SECONDS",
     "a positive number",
@@ -262,5 +273,6 @@ SETTINGS: tuple[Setting[Any], ...] = (
     PREEMPTION_SIGNALS,
     STALL_SECONDS,
     START_SECONDS,
+    HEARTBEAT_SECONDS,
     TRIAL_SECONDS,
 )

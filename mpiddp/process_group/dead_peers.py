@@ -16,7 +16,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from mpiddp.mpi.nodes import ranks_of_node
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["DeadPeers"]
+__all__ = ["DeadPeers", "end_job", "waits_for"]
 
 # Seconds in which the launcher may end the job itself, and what has arrived may be read.
 _GRACE = 1.5
@@ -90,10 +90,10 @@ class DeadPeers:
             return
         for descriptor, peer in self._peers.items():
             if peer.died and time.monotonic() - peer.died > self._patience:
-                waits = self._waits_for(peer.rank)
+                waits = waits_for([peer.rank])
                 if waits:
-                    words = self._words(peer, _end_of(descriptor), waits)
-                    abort_job(1, lambda: print(words, file=sys.stderr, flush=True))  # noqa: B023
+                    who = f"rank {peer.rank} (process {peer.process_id} on {socket.gethostname()})"
+                    end_job(self._rank, f"{who} {_end_of(descriptor)}", waits)
 
     def close(self) -> None:
         """Stop watching. Not collective."""
@@ -102,21 +102,38 @@ class DeadPeers:
         self._peers.clear()
         self._poll = select.poll()
 
-    def _waits_for(self, rank: int) -> str:
-        """Return in words what this rank waits for that needs `rank`; "" if nothing."""
-        known = sources.known()
-        for record in ring.snapshot():
-            source = known.get(record[1])
-            if record[8] == 0 and source is not None and rank in source.ranks:
-                return f"{words_of(record, source)} of group {source.name!r}"
-        return ""
 
-    def _words(self, peer: _Peer, end: str, waits: str) -> str:
-        return (
-            f"mpiddp: rank {self._rank}: rank {peer.rank} (process {peer.process_id} on "
-            f"{socket.gethostname()}) {end}, and this rank waits for its part of {waits}. "
-            f"The job ends"
-        )
+def waits_for(ranks: Sequence[int], at_least: float = 0.0) -> str:
+    """Return in words what this rank waits for that needs one of `ranks`; "" if nothing.
+
+    Not collective.
+
+    Args:
+        ranks: in the world.
+        at_least: for how many seconds it has waited.
+    """
+    known = sources.known()
+    for record in ring.snapshot():
+        source = known.get(record[1])
+        if record[8] or source is None or time.monotonic() - record[6] < at_least:
+            continue
+        if any(rank in source.ranks for rank in ranks):
+            return f"{words_of(record, source)} of group {source.name!r}"
+    return ""
+
+
+def end_job(rank: int, loss: str, waits: str) -> None:
+    """End the job, with a line that says why. Not collective.
+
+    Args:
+        rank: this one.
+        loss: which rank is lost, and how, in words.
+        waits: what `waits_for` has returned.
+    """
+    words = (
+        f"mpiddp: rank {rank}: {loss}, and this rank waits for its part of {waits}. The job ends"
+    )
+    abort_job(1, lambda: print(words, file=sys.stderr, flush=True))
 
 
 def _end_of(descriptor: int) -> str:

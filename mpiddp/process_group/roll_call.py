@@ -109,6 +109,11 @@ class RollCall:
         self._communicator.Set_errhandler(MPI.ERRORS_RETURN)
         self.start()
 
+    @property
+    def threaded(self) -> bool:
+        """Whether a thread answers. Not collective."""
+        return self._thread is not None
+
     def start(self) -> None:
         """Answer from now on. Not collective."""
         self._ending.clear()
@@ -238,6 +243,15 @@ class RollCall:
         lines = [_listed(lines)] if lines else []
         text = _sentence(lines + _silent(group.world_ranks, answers))
         return text or "All ranks have come: the connection or a rank is slow, or one has failed"
+
+    def answers(self, rank: int) -> bool:
+        """Return whether a rank of the world answers. Not collective; for the thread here."""
+        for group in self.groups():
+            if rank in group.world_ranks:
+                place = group.world_ranks.index(rank)
+                answers = self._ask(group, ranks=[place], answering=True)
+                return answers is None or bool(answers)  # None: another thread asks
+        return False
 
     # Asking.
 

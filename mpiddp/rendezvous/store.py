@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torch._C._distributed_c10d import Store, TCPStore
 
 from mpiddp.engine import forks
+from mpiddp.system.listening import listen
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -68,7 +69,7 @@ class LazyStore(Store):
         host, port, problem = "127.0.0.1" if one_node else "", 0, ""
         if self._rank == 0:
             try:
-                self._listener = _listen(host)
+                self._listener = listen(host)
             except OSError as error:
                 problem = f"rank 0 cannot listen: {error}"
             else:
@@ -162,10 +163,3 @@ class LazyStore(Store):
     getNumKeys = _forwarded("num_keys")
     has_extended_api = _forwarded("has_extended_api")
     clone = _forwarded("clone")
-
-
-def _listen(host: str) -> socket.socket:
-    """Return a socket that listens on a free port, by IPv4 and IPv6 unless `host` is given."""
-    if not host and socket.has_dualstack_ipv6():
-        return socket.create_server((host, 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server((host, 0))

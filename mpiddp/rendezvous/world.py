@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mpiddp.engine.requests import Requests
     from mpiddp.process_group.dead_peers import DeadPeers
     from mpiddp.process_group.group import ProcessGroup
+    from mpiddp.process_group.heartbeat import Heartbeat
     from mpiddp.process_group.roll_call import RollCall
 
 BACKEND = "mpiddp"
@@ -68,6 +69,7 @@ class _World:
     completion: FutureCompleter
     roll_call: RollCall
     dead_peers: DeadPeers
+    heartbeat: Heartbeat
     trigger: Trigger
     topology: Topology
     environment: dict[str, str]
@@ -176,6 +178,7 @@ def _make_world(own: MPI.Intracomm) -> None:
     from mpiddp.engine.engine import Engine
     from mpiddp.engine.requests import Requests
     from mpiddp.process_group.dead_peers import DeadPeers
+    from mpiddp.process_group.heartbeat import Heartbeat
     from mpiddp.process_group.roll_call import RollCall
     from mpiddp.process_group.watchdog import Watchdog
 
@@ -192,13 +195,15 @@ def _make_world(own: MPI.Intracomm) -> None:
     roll_call = RollCall(own, threaded)
     Watchdog(roll_call)
     dead_peers = DeadPeers(own)
-    roll_call.watches.append(dead_peers.look)
+    heartbeat = Heartbeat(own, roll_call)
+    roll_call.watches += [dead_peers.look, heartbeat.look]
     _world = _World(
         own,
         requests,
         FutureCompleter(requests),
         roll_call,
         dead_peers,
+        heartbeat,
         Trigger(),
         topology,
         environment,
@@ -278,6 +283,14 @@ def get_topology() -> Topology:
     if _world is None:
         raise RuntimeError("the topology is known after mpiddp.init_process_group()")
     return _world.topology
+
+
+def heartbeat_problem() -> str:
+    """Return why nodes do not watch each other, on the first rank of each; "" where they do.
+
+    Not collective.
+    """
+    return "" if _world is None else _world.heartbeat.problem
 
 
 def add_companion(companion: Companion) -> None:
@@ -391,6 +404,7 @@ def on_loss(function: Callable[[], None]) -> None:
     """
     assert _world is not None
     _world.dead_peers.on_loss = function
+    _world.heartbeat.on_loss = function
 
 
 def _leave_world(lost: bool = False) -> None:
@@ -410,6 +424,7 @@ def _leave_world(lost: bool = False) -> None:
     world.requests.engine.stop()
     world.roll_call.free()
     world.dead_peers.close()
+    world.heartbeat.close()
     world.trigger.stop()
     if world.store is not None:
         world.store.close()
@@ -434,6 +449,7 @@ def _stop_at_exit() -> None:
     _world.completion.stop()
     _world.requests.engine.stop()
     _world.roll_call.stop()
+    _world.heartbeat.close()
     _world.trigger.stop()
     for reference in _world.groups:
         group = reference()

@@ -1,57 +1,12 @@
-"""A rank that has ended without MPI: the others of its node end the job, where no launcher does.
+"""A rank that has ended without MPI: the others of its node end the job, where no launcher does."""
 
-Both launchers can be told to leave the job alone when a process dies, as `srun` does by default.
-"""
-
-import os
 import re
-import subprocess
-import sys
-import textwrap
-import time
 from pathlib import Path
 
-import mpirun
 import pytest
+from left_alone import AT_ONCE, run
 
 pytestmark = pytest.mark.timeout(100)
-
-# Seconds from the death to the end of the job: the ranks notice it within one, and leave the
-# launcher some time; this machine is busy.
-AT_ONCE = 12
-
-PREAMBLE = """\
-import os, sys, time
-import torch
-import torch.distributed as dist
-import mpiddp
-
-mpiddp.init_process_group()
-rank = dist.get_rank()
-model = mpiddp.DistributedDataParallel(torch.nn.Linear(10, 1))
-part = dist.new_group([0, 2])
-dist.barrier()
-
-def die(by_signal):
-    open(__file__ + ".died", "w").write(f"{time.time()}")
-    # After a signal MPICH's launcher may lose what the others print.
-    os.kill(os.getpid(), 9) if by_signal and "Open MPI" in VERSION else os._exit(3)
-"""
-
-
-def run(folder: Path, source: str) -> "tuple[subprocess.CompletedProcess[str], float]":
-    """Run a script on 3 ranks; return what came of it, and the seconds since die() was called."""
-    script = folder / "script.py"
-    launcher = mpirun.find()
-    done = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=False)
-    version = "Open MPI" if "Open MPI" in done.stdout else "MPICH"
-    leave_alone = "--continuous" if version == "Open MPI" else "-disable-auto-cleanup"
-    script.write_text(f"VERSION = {version!r}\n{PREAMBLE}{textwrap.dedent(source)}")
-    command = [launcher, leave_alone, "-n", "3", sys.executable, os.fspath(script)]
-    done = mpirun.run_command(command, timeout=60)
-    print(done.stdout, done.stderr)
-    died = folder / "script.py.died"
-    return done, time.time() - float(died.read_text()) if died.exists() else 0.0
 
 
 @pytest.mark.parametrize(

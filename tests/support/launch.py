@@ -5,8 +5,8 @@
 
 With --short (`make test`), and if nothing else chooses tests, it leaves out what is marked
 `thorough`, and runs on 3 ranks only what is not marked `sizes`; with --rest it runs the others.
-The files of the tests without MPI run in two processes at once, or as many as --jobs says: they mostly
-wait for jobs that they have started.
+The files of the tests without MPI run in two processes at once, or as many as --jobs says: they
+mostly wait for jobs that they have started.
 
 An exit code proves nothing: a job can lose a rank or skip every test and still exit
 with 0. So every rank reports each test that it finishes (launch_report.py), and those

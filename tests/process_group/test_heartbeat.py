@@ -1,0 +1,417 @@
+"""Ranks of other nodes that have ended, nodes that are off or cut off: the job ends.
+
+The ranks of one machine pretend to be on several nodes, except in TestHosts.
+"""
+
+import contextlib
+import os
+import re
+import socket
+import struct
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from subprocess import CompletedProcess
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import left_alone
+import pytest
+import torch.distributed as dist
+from group_data import rank, size
+from slurm_lab import Hosts, start_hosts
+
+from mpiddp import doctor
+from mpiddp.mpi import nodes
+from mpiddp.rendezvous import world
+
+if TYPE_CHECKING:
+    from mpiddp.process_group.heartbeat import Heartbeat
+
+# The node of each rank.
+APART = [0, 1, 2, 3]
+TOGETHER = [0, 1, 1, 1]
+
+# What a rank waits for in these tests.
+WAITS = "all_reduce(SUM) of float32 (3,) of group '0'"
+
+
+marked = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(60)]
+
+
+@contextlib.contextmanager
+def watching(place: list[int], roll_call: Any) -> Iterator["Heartbeat"]:
+    """Let the ranks watch each other as if these were their nodes. Collective."""
+    from mpiddp.process_group.heartbeat import Heartbeat
+
+    own, number = place[: size()], rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nodes, "ranks_of_node", lambda comm: comm.Split(own[number], number))
+        heartbeat = Heartbeat(world.communicator(), roll_call)
+    yield heartbeat
+    dist.barrier()
+    heartbeat.close()
+
+
+def pretended(answers: bool = False, threaded: bool = True) -> Any:
+    """Return a roll call in which the others answer or not."""
+    return SimpleNamespace(threaded=threaded, answers=lambda rank: answers)
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Wait for all ranks, and return why the job would have been ended."""
+    from mpiddp.process_group import heartbeat
+
+    reasons: list[str] = []
+    monkeypatch.setattr(heartbeat, "waits_for", lambda ranks, at_least=0: WAITS)
+    monkeypatch.setattr(heartbeat, "end_job", lambda rank, loss, waits: reasons.append(loss))
+    for name in ("_GRACE", "_FOR_ITS_NODE", "_STAGGER"):
+        monkeypatch.setattr(heartbeat, name, 0.0)
+    return reasons
+
+
+def peers(heartbeat: "Heartbeat") -> list[int]:
+    return [link.place.rank for link in heartbeat._links.values()]
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def look_until_noticed(heartbeat: "Heartbeat", reasons: list[str]) -> None:
+    deadline = time.monotonic() + 10
+    while not reasons:
+        heartbeat.look()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class TestRing:
+    pytestmark = marked
+
+    def test_each_node_watches_those_beside_it(self) -> None:
+        before = descriptors()
+        for _ in range(3):
+            with watching(APART, pretended()) as heartbeat:
+                beside = [(rank() + 1) % size(), (rank() - 1) % size()]
+                assert peers(heartbeat) == (beside if size() > 2 else beside[:1])
+                assert heartbeat.problem == ""
+            with watching(TOGETHER, pretended()) as heartbeat:
+                assert peers(heartbeat) == ([[1], [0], [], []][rank()])
+            assert descriptors() == before
+
+    def test_who_leaves_properly_is_not_missed(self, ended: list[str]) -> None:
+        with watching(APART, pretended()) as heartbeat:
+            if rank() == 0:
+                heartbeat.close()
+            dist.barrier()
+            heartbeat.look()
+            heartbeat.look()
+        assert ended == []
+
+    def test_a_closed_connection_is_the_end_of_a_rank(self, ended: list[str]) -> None:
+        with watching(APART, pretended(answers=True)) as heartbeat:
+            if rank() == 0:
+                heartbeat._forget()  # as the system closes it
+            elif rank() in (1, size() - 1):
+                look_until_noticed(heartbeat, ended)
+                who = rf"rank 0 \(process \d+ on {re.escape(socket.gethostname())}\) has ended: "
+                assert re.match(rf"{who}its connection has closed$", ended[0])
+        assert bool(ended) == (rank() in (1, size() - 1))
+
+    @pytest.mark.parametrize("answers", [False, True])
+    def test_another_fault_is_a_suspicion(self, ended: list[str], answers: bool) -> None:
+        with watching(TOGETHER, pretended(answers)) as heartbeat:
+            if rank() == 0:
+                for link in heartbeat._links.values():
+                    reset = struct.pack("ii", 1, 0)
+                    link.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+                heartbeat._forget()
+            dist.barrier()
+            if rank() == 1 and not answers:
+                look_until_noticed(heartbeat, ended)
+                assert re.search(
+                    r" \(rank 0; rank 0 is process \d+\) has not answered for 60 s: ", ended[0]
+                )
+            heartbeat.look()
+        assert bool(ended) == (rank() == 1 and not answers)
+
+    def test_a_rank_that_lives_answers(self) -> None:
+        """By MPI, whatever has become of its connections."""
+        assert world._world is not None
+        roll_call = world._world.roll_call
+        answers: list[bool] = []
+
+        def ask() -> None:
+            answers.append(roll_call.answers((rank() + 1) % size()))
+
+        roll_call.watches.append(ask)
+        deadline = time.monotonic() + 20
+        while not answers:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        roll_call.watches.remove(ask)
+        dist.barrier()
+        assert all(answers)
+
+    def test_others_go_on_where_they_can(self, ended: list[str]) -> None:
+        calls: list[int] = []
+        with watching(APART, pretended()) as heartbeat:
+            heartbeat.on_loss = lambda: calls.append(1)
+            if rank() == 0:
+                heartbeat._forget()
+            dist.barrier()
+            heartbeat.look()
+        assert len(calls) == (rank() in (1, size() - 1))
+        assert ended == []
+
+    def test_a_forked_process_leaves_the_connections_alone(self, ended: list[str]) -> None:
+        with watching(APART, pretended()) as heartbeat:
+            open_ones = list(heartbeat._links)
+            child = os.fork()
+            if child == 0:
+                still_open = [one for one in open_ones if os.path.exists(f"/proc/self/fd/{one}")]
+                heartbeat.close()
+                os._exit(bool(still_open))
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            dist.barrier()
+            heartbeat.look()
+            assert len(heartbeat._links) == len(open_ones)
+        assert ended == []
+
+    def test_none_where_one_cannot_connect(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from mpiddp.process_group import ring_connections
+
+        monkeypatch.setattr(ring_connections, "_PATIENCE", 0.5)
+        before = descriptors()
+        if rank() == 0:
+            monkeypatch.setattr(ring_connections, "listen", refuse)
+        with watching(APART, pretended()) as heartbeat:
+            assert peers(heartbeat) == []
+            assert heartbeat.problem == "rank 0 cannot listen: [Errno 13] not here"
+        monkeypatch.undo()
+        monkeypatch.setattr(ring_connections, "_PATIENCE", 0.5)
+        if rank() == 0:
+            monkeypatch.setattr(ring_connections, "_dial", refuse)
+        with watching(APART, pretended()) as heartbeat:
+            assert peers(heartbeat) == []
+            assert heartbeat.problem.startswith("rank 0 (")
+            assert heartbeat.problem.endswith("): [Errno 13] not here")
+            assert " has no connection with rank 1 (" in heartbeat.problem
+        assert descriptors() == before
+
+    def test_none_where_it_is_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with watching(APART, pretended(threaded=False)) as heartbeat:
+            assert peers(heartbeat) == []
+        assert heartbeat.problem == "there is no thread"
+        monkeypatch.setenv("MPIDDP_HEARTBEAT_SECONDS", "none")
+        with watching(APART, pretended()) as heartbeat:
+            assert peers(heartbeat) == []
+        assert heartbeat.problem == "MPIDDP_HEARTBEAT_SECONDS is none"
+
+
+def refuse(*args: object) -> socket.socket:
+    raise PermissionError(13, "not here")
+
+
+@pytest.mark.once
+def test_strangers_are_turned_away() -> None:
+    from mpiddp.process_group.ring_connections import _accept
+    from mpiddp.system.listening import listen
+
+    with listen("127.0.0.1") as listener, contextlib.ExitStack() as connections:
+        for secret in (b"", b"x", b"y" * 16, b"z" * 16):
+            stranger = socket.create_connection(listener.getsockname())
+            connections.enter_context(stranger)
+            stranger.sendall(secret)
+        connection = _accept(listener, b"z" * 16, time.monotonic() + 10)
+        connections.enter_context(connection)
+        assert connection.getpeername() == stranger.getsockname()
+        with pytest.raises(TimeoutError):
+            _accept(listener, b"z" * 16, time.monotonic() + 0.1)
+
+
+@pytest.mark.once
+def test_the_doctor_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MPIDDP_HEARTBEAT_SECONDS", raising=False)
+    assert doctor.describe_heartbeat(1, "") == []
+    assert doctor.describe_heartbeat(2, "why") == ["heartbeat between the nodes: none: why"]
+    assert "silent for 60 s (MPIDDP_H" in doctor.describe_heartbeat(2, "")[0]
+
+
+@pytest.mark.timeout(100)
+def test_ends_the_job(tmp_path: Path) -> None:
+    """Though a process that the dead rank has forked lives on."""
+    done, seconds = left_alone.run(
+        tmp_path,
+        """
+        if os.fork() == 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.dup2(1, 2)
+            time.sleep(30)
+            os._exit(0)
+        if rank == 1:
+            die(by_signal=True)
+        dist.all_reduce(torch.ones(3))
+        print("still here")
+        """,
+        before="""
+        import mpi4py.MPI
+        from mpiddp.mpi import nodes
+
+        def no_descriptor(process, flags=0):
+            raise OSError("as some sandboxes say")
+
+        os.pidfd_open = no_descriptor
+        nodes.ranks_of_node = lambda comm: comm.Split(comm.Get_rank())
+        """,
+    )
+    assert "still here" not in done.stdout
+    assert seconds < left_alone.AT_ONCE
+    said = (
+        r"mpiddp: rank [02]: rank 1 \(process \d+ on \S+\) has ended: its connection has closed, "
+        rf"and this rank waits for its part of {re.escape(WAITS)}\. The job ends"
+    )
+    assert re.search(said, done.stderr)
+
+
+BEGINNING = """\
+import os, sys, time
+import torch
+import torch.distributed as dist
+import mpiddp
+
+mpiddp.init_process_group()
+rank = dist.get_rank()
+parent = os.getpid()
+if os.fork() == 0:
+    while os.getppid() == parent:
+        time.sleep(4)  # it outlives a rank that is killed; SLURM here does not find it
+    os._exit(0)
+dist.barrier()
+open(f"{__file__}.{rank}", "w").close()
+
+def work(seconds):
+    began, total = time.monotonic(), torch.zeros(3)
+    while True:
+        total.fill_(1)
+        dist.all_reduce(total)
+        assert total[0] == 3
+        going_on = torch.tensor([time.monotonic() - began < seconds])
+        dist.broadcast(going_on, src=0)
+        if not going_on.item():
+            break
+        time.sleep(0.02)
+"""
+
+
+@pytest.fixture(scope="class")
+def hosts() -> Iterator[Hosts]:
+    with start_hosts(3) as made:
+        yield made
+
+
+@pytest.mark.slow  # three hosts, and SLURM's own waiting
+class TestHosts:
+    """One rank a node, and srun leaves the others alone when one dies.
+
+    With Open MPI they are not, where SLURM's plugin for PMIx is the first to know.
+    """
+
+    pytestmark = pytest.mark.timeout(300)
+
+    @pytest.fixture(autouse=True)
+    def _as_before(self, hosts: Hosts) -> Iterator[None]:
+        yield
+        hosts.on_head("scancel", "--user=root")
+        hosts.try_cluster("clear")
+        hosts.cluster("up", "3", "--slurm", timeout=60)
+        deadline = time.monotonic() + 100
+        while hosts.on_head("sinfo", "-h", "-p", "batch", "-t", "idle", "-o", "%D") != "3":
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+
+    def start(
+        self, hosts: Hosts, source: str, seconds: str
+    ) -> "tuple[Future[CompletedProcess[str]], Path]":
+        """Start a job, and return when its ranks work."""
+        script = hosts.folder / f"heartbeat-{time.monotonic_ns()}.py"
+        script.write_text(BEGINNING + textwrap.dedent(source))
+        hosts.env["MPIDDP_HEARTBEAT_SECONDS"] = seconds
+        pool = ThreadPoolExecutor(1)
+        options = ["--kill-on-bad-exit=0"]
+        job = pool.submit(hosts.srun, str(script), ranks=3, nodes=3, options=options, timeout=100)
+        pool.shutdown(wait=False)
+        deadline = time.monotonic() + 60
+        while len(list(script.parent.glob(f"{script.name}.*"))) < 3:
+            assert time.monotonic() < deadline
+            assert not job.done()
+            time.sleep(0.1)
+        return job, script
+
+    def seconds_until_ended(self, hosts: Hosts, script: Path, names: Sequence[str]) -> float:
+        began = time.monotonic()
+        for name in names:
+            while hosts.try_cluster("run", name, "pgrep", "-f", str(script)).stdout:
+                assert time.monotonic() - began < 60
+                time.sleep(0.1)
+        return time.monotonic() - began
+
+    @pytest.mark.parametrize("fault", ["dead", "off", "cut off"])
+    def test_ends_the_job(self, hosts: Hosts, fault: str) -> None:
+        job, script = self.start(hosts, "work(100)", seconds="3")
+        time.sleep(1)
+        if fault == "dead":
+            process = hosts.cluster("run", "node3", "pgrep", "-f", str(script)).split()[-2]
+            hosts.cluster("run", "node3", "kill", "-KILL", process)
+        elif fault == "off":
+            hosts.cluster("off", "node3")
+        else:
+            hosts.cluster("link", "node3", "down")
+        seconds = self.seconds_until_ended(hosts, script, ["node1", "node2"])
+        if fault != "off":
+            # Alone, Open MPI's MPI_Abort waits for SLURM until mpiddp ends the process.
+            assert seconds + self.seconds_until_ended(hosts, script, ["node3"]) < 30
+        done = job.result()
+        assert done.returncode != 0
+        if hosts.mpi == "Open MPI" and fault != "cut off":
+            assert seconds < 20
+            return
+        assert seconds < (8 if fault != "cut off" else 14)
+        # A node that is switched off in the lab still closes its connections; and MPICH itself may
+        # fail on one of the others.
+        who = r"rank \d \(process \d+ on node\d\) has ended: its connection has closed"
+        if fault == "cut off":
+            silent = "has not answered for 3 s: it is off, or cut off"
+            who = rf"node3 \(rank 2; rank 2 is process \d+\) {silent}"
+        what = r"(all_reduce|broadcast)\(\S+( \d)?\) of \S+ \(\d,\) of group '0'"
+        said = (
+            rf"mpiddp: rank [01]: {who}, and this rank waits for its part of {what}\. The job ends"
+        )
+        assert re.search(said, done.stderr)
+
+    def test_a_cable_may_be_cut_for_a_while(self, hosts: Hosts) -> None:
+        """And ranks may end one after the other, with and without destroy_process_group."""
+        job, _ = self.start(
+            hosts,
+            """
+            work(6)
+            mpiddp.destroy_process_group()
+            mpiddp.init_process_group()
+            work(0.1)
+            time.sleep(2 * dist.get_rank())
+            print("done", flush=True)
+            """,
+            seconds="20",
+        )
+        time.sleep(1)
+        hosts.cluster("link", "node3", "down")
+        time.sleep(2)
+        hosts.cluster("link", "node3", "up")
+        done = job.result()
+        assert done.returncode == 0
+        assert done.stdout.count("done") == 3
+        assert "mpiddp:" not in done.stderr

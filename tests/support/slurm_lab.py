@@ -1,0 +1,150 @@
+"""A cluster of some nodes with a real SLURM, for tests (tests/lab/README.md)."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+__all__ = ["ROOT", "Hosts", "start_hosts"]
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTER = ROOT / "tests" / "lab" / "cluster"
+# What srun needs to start ranks of the PyPI wheels.
+SRUN = {
+    "Open MPI": ("pmix", {"PMIX_MCA_gds": "hash", "PMIX_MCA_psec": "native"}),
+    "MPICH": ("pmi2", {"MPIR_CVAR_CH4_NETMOD": "ofi"}),
+}
+# Programs are to need none of what a Makefile or an mpirun before them may have set.
+LEFT_OUT = ("OMPI_", "PRTE_", "PMIX_", "PMI_", "MPIR_", "MPICH_", "SLURM_", "OMP_")
+
+
+class Hosts:
+    """A head and some nodes.
+
+    Args:
+        folder: for the files of jobs, which all hosts have in common.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mpi = _running_mpi()
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(LEFT_OUT)}
+        self.env["LAB_DIR"] = str(folder / "lab")
+
+    def cluster(self, *args: str, timeout: float = 30) -> str:
+        """Run the lab's command and return what it printed."""
+        done = self.try_cluster(*args, timeout=timeout)
+        assert done.returncode == 0, f"cluster {args}: {done.returncode}\n{done.stderr}"
+        return done.stdout
+
+    def try_cluster(self, *args: str, timeout: float = 30) -> "subprocess.CompletedProcess[str]":
+        """Run the lab's command, whatever its exit status."""
+        # the command goes on in namespaces: only timeout(1) can end it whole
+        return subprocess.run(
+            ["timeout", "-k", "5", str(timeout), str(CLUSTER), *args],
+            cwd=ROOT,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout + 20,
+            check=False,
+        )
+
+    def on_head(self, *command: str) -> str:
+        return self.cluster("run", "head", *command).strip()
+
+    def srun(
+        self,
+        *command: str,
+        ranks: int = 4,
+        nodes: int = 2,
+        options: Sequence[str] = (),
+        timeout: float = 60,
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run `python COMMAND` on so many ranks, as many on each node."""
+        plugin, variables = SRUN[self.mpi]
+        settings = [
+            f"{name}={value}" for name, value in (variables | {"OMP_NUM_THREADS": "1"}).items()
+        ]
+        # Elsewhere than in the root, where the uncompiled mpiddp lies.
+        done = self.try_cluster(
+            *("run", "head", "env", *settings, "srun", f"--chdir={self.folder}"),
+            *(f"--nodes={nodes}", f"--ntasks={ranks}", f"--mpi={plugin}", *options),
+            *(sys.executable, *command),
+            timeout=timeout,
+        )
+        print(done.stdout, done.stderr)  # pytest shows it when the test fails
+        return done
+
+
+@contextlib.contextmanager
+def start_hosts(nodes: int) -> Iterator[Hosts]:
+    """Start a cluster that ends with this process at the latest; skip the test where none can be.
+
+    Args:
+        nodes: how many, besides the head.
+    """
+    if reason := _reason_to_skip():
+        pytest.skip(reason)
+    # In /tmp, whatever TMPDIR is: the hosts have it in common, and not /var/tmp.
+    with tempfile.TemporaryDirectory(prefix="mpiddp-slurm-", dir="/tmp") as name:
+        hosts = Hosts(Path(name))
+        if hosts.mpi not in SRUN:
+            pytest.skip(f"how srun starts {hosts.mpi} is not known")
+        # The cluster goes down when this process closes the pipe, even by being killed.
+        guard = subprocess.Popen(
+            ["bash", "-c", 'cat; "$0" clear; "$0" down', str(CLUSTER)],
+            env=hosts.env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            _bring_up(hosts, nodes)
+            yield hosts
+        finally:
+            guard.communicate(timeout=30)
+
+
+def _bring_up(hosts: Hosts, nodes: int) -> None:
+    try:
+        hosts.cluster("up", str(nodes), "--slurm", timeout=150)
+    except AssertionError as error:
+        log = hosts.folder / "lab" / "log" / "apt.log"
+        if log.exists() and not shutil.which("slurmctld"):
+            lines = log.read_text(encoding="utf-8").splitlines()[-3:]
+            pytest.skip(f"SLURM's packages cannot be installed: {' / '.join(lines) or error}")
+        raise
+
+
+def _running_mpi() -> str:
+    """Return the name of the MPI that mpi4py loads, without initialising it in this process."""
+    code = (
+        "import mpi4py; mpi4py.rc.initialize = False\n"
+        "from mpi4py import MPI; print(MPI.get_vendor()[0])"
+    )
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=True
+    ).stdout.strip()
+
+
+def _reason_to_skip() -> str | None:
+    if os.geteuid() != 0:
+        return "making hosts needs root"
+    if not shutil.which("apt-get"):
+        return "SLURM comes from Debian's packages, and there is no apt-get"
+    probe = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc"]
+    try:
+        subprocess.run([*probe, "true"], capture_output=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"namespaces cannot be made here: {error}"
+    return None
