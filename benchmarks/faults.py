@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import json
 import re
+import shutil
 import sys
 import tempfile
 import threading
@@ -83,6 +84,8 @@ def main() -> None:
         record = _measure(*job, labs, arguments.keep)
         with lock:
             print(json.dumps(record), flush=True)
+            if not record["met"]:
+                return  # the machine was too busy, and another run will try again
             records.append(record)
             text = json.dumps(results, indent=1) + "\n"
             arguments.output.write_text(text, encoding="utf-8")
@@ -118,6 +121,7 @@ def _measure(start: str, fault: str, moment: str, labs: Labs, keep: Path | None)
             folder = Path(until_done.enter_context(temporary))
         else:
             folder = keep / f"{fault}-{moment}-{start}"
+            shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
         cell = expected(MPI.get_vendor()[0], fault, moment, start)
         outcome = run(fault, moment, start, folder, LIMIT, lab, cell.launcher_ends)

@@ -54,6 +54,9 @@ class Lab:
     Args:
         folder: for its files, common to all hosts.
         slurm: whether SLURM runs there.
+
+    Raises:
+        LookupError: SLURM is not here, and cannot be installed.
     """
 
     def __init__(self, folder: Path, slurm: bool) -> None:
@@ -73,8 +76,10 @@ class Lab:
         options = ["--cpus", str(_CPUS), *(["--slurm"] if slurm else [])]
         try:
             self.command("up", str(len(NODES)), *options, limit=200)
-        except RuntimeError:
+        except RuntimeError as error:
             self.down()
+            if slurm and not shutil.which("slurmctld"):
+                raise LookupError(f"SLURM's packages cannot be installed: {error}") from error
             raise
 
     def command(self, *arguments: str, limit: float = 60) -> str:
@@ -152,8 +157,11 @@ class Labs:
         folder.mkdir()
         return Lab(folder, slurm)
 
-    def close(self) -> None:
-        """End what is left."""
+    def close(self) -> set[str]:
+        """End what is left; return what was in the shared memory of the hosts that jobs shared."""
+        files = set()
         if self._shared is not None:
+            files = self._shared.shared_files()
             self._shared.down()
         self._folder.cleanup()
+        return files
