@@ -43,7 +43,8 @@ _SLURM = ("srun", "srun-node", "srun-kill")
 _AT_ONCE, _TIMEOUT = 20, 40
 # And for what SLURM does about a node that does not answer for 15 s (tests/lab).
 _SLURM_NOTICES = 60
-_WAITED_FOR = re.compile(r"[Rr]ank 2 (has not|does not answer)")
+# With MPICH other ranks may be silent as well, while they try to reach this one for the first time.
+_WAITED_FOR = re.compile(r"[Rr]anks? ([01] and )?2 (has not|does not answer|do not answer)")
 _WAITED_FOR_OR_LOST = re.compile(rf"{_WAITED_FOR.pattern}|Node failure on node2")
 _HAS_ENDED = re.compile(r"rank 2 \(process \d+ on \w+\) (was ended by|has ended)")
 _BROKEN = re.compile("ValueError: broken on purpose")
@@ -188,8 +189,8 @@ def expected(mpi: str, fault: str, moment: str, start: str) -> Cell:
             said = _NOTHING
     elif fault in HOST_FAULTS:
         limit, said = _TIMEOUT, _WAITED_FOR
-        # Open MPI's waits for its daemon on a host that does not answer.
-        launcher_ends = mpi != "Open MPI"
+        # It waits for its daemon, or its agent, on a host that does not answer.
+        launcher_ends = mpi == "MPICH" and fault == "link-cut"
         if fault == "node-off":
             # In the lab its launch agent ends with it. Open MPI's mpirun says 0 then.
             limit, said, status, launcher_ends = _AT_ONCE, _NOTHING, "any", True

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from script_runs import clean_environment
 
-__all__ = ["NODES", "Lab", "Labs", "reason_without", "shared_files"]
+__all__ = ["NODES", "Lab", "Labs", "NoSlurmError", "reason_without", "shared_files"]
 
 NODES = ("node1", "node2")
 
@@ -48,6 +48,10 @@ def shared_files(host: Path = Path("/")) -> set[str]:
     return {name for name in names if not name.startswith(_OF_MPI)}
 
 
+class NoSlurmError(Exception):
+    """There is no SLURM, and none can be installed."""
+
+
 class Lab:
     """Two nodes and a head.
 
@@ -56,7 +60,7 @@ class Lab:
         slurm: whether SLURM runs there.
 
     Raises:
-        LookupError: SLURM is not here, and cannot be installed.
+        NoSlurmError: SLURM is not here, and cannot be installed.
     """
 
     def __init__(self, folder: Path, slurm: bool) -> None:
@@ -79,7 +83,7 @@ class Lab:
         except RuntimeError as error:
             self.down()
             if slurm and not shutil.which("slurmctld"):
-                raise LookupError(f"SLURM's packages cannot be installed: {error}") from error
+                raise NoSlurmError(f"SLURM's packages cannot be installed: {error}") from error
             raise
 
     def command(self, *arguments: str, limit: float = 60) -> str:

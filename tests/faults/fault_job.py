@@ -105,17 +105,21 @@ class _Job:
         """
         started = time.monotonic()
         deadline = started + _START
-        ranks_ended = None
-        while self.launcher.poll() is None or self._processes(without_lost=True):
+        began = ranks_ended = None
+        while True:
             time.sleep(_NAP)
-            began = self.began()
+            began = began or self.began()
             if began is not None:
                 deadline = began + limit
                 if ranks_ended is None and not self._processes(without_lost=True, ranks=True):
                     ranks_ended = time.monotonic() - began
                     if not launcher_ends:
                         return ranks_ended, None
+            # Looking through all processes takes a while.
+            if self.launcher.poll() is not None and not self._processes(without_lost=True):
+                break
             if (self.folder / "kill-launcher").exists():
+                (self.folder / "kill-launcher").unlink()
                 self._kill_launcher()
             if (self.folder / "host-fault").exists():
                 (self.folder / "host-fault").unlink()
@@ -124,7 +128,7 @@ class _Job:
                 (self.folder / "host-fault-met").touch()
             if time.monotonic() > deadline:
                 return ranks_ended, None
-        over = time.monotonic() - (self.began() or started)
+        over = time.monotonic() - (began or started)
         return over if ranks_ended is None else ranks_ended, over
 
     def let_host_come_back(self) -> None:
@@ -133,6 +137,8 @@ class _Job:
             return
         assert self.lab is not None
         self.lab.command(*HOST_FAULTS[self.fault][1])
+        # What entered the host from outside was stopped with it.
+        self._signal(signal.SIGCONT)
         deadline = time.monotonic() + _AFTERWARDS
         while self._processes() and time.monotonic() < deadline:
             time.sleep(_NAP)
@@ -151,9 +157,7 @@ class _Job:
 
     def kill(self) -> None:
         """Kill all processes of the job that are left."""
-        for process in self._processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
 
     def began(self) -> float | None:
         """Return when the fault was met, on the monotonic clock; None: not yet."""
@@ -182,6 +186,11 @@ class _Job:
         if without_lost and self.lab is not None and self.fault in HOST_FAULTS:
             found = [each for each in found if not self.lab.runs(each, _NODE)]
         return found
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
 
     def _kill_launcher(self) -> None:
         """Kill what the user started, which on a host is below what enters it."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from cells import HOST_FAULTS, Cell, cells, sample
-from fault_hosts import Labs, reason_without, shared_files
+from fault_hosts import Labs, NoSlurmError, reason_without, shared_files
 from fault_job import run
 from fault_starts import ON_HOSTS
 
@@ -67,7 +67,7 @@ def test_fault(cell: Cell, problems: Mapping[str, Future[str]]) -> None:
         pytest.skip(why)
     try:
         found = problems[cell.name].result()
-    except LookupError as error:
+    except NoSlurmError as error:
         pytest.skip(str(error))
     assert not found, found
 
