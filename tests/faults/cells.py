@@ -183,7 +183,9 @@ def expected(mpi: str, fault: str, moment: str, start: str) -> Cell:
     elif fault in HOST_FAULTS and start in _SLURM:
         limit, said = _TIMEOUT, _WAITED_FOR_OR_LOST
         if not meets:
-            limit = _SLURM_NOTICES
+            # By finalisation the others may have ended well.
+            limit, said = _SLURM_NOTICES, _NOTHING
+            status = "any" if moment == "finalisation" else status
         elif mpi == "Open MPI" and fault == "node-off":
             # Its ranks hear that the connection has closed, and end without another word.
             said = _NOTHING
