@@ -55,7 +55,7 @@ help:
 	@echo 'make test     run what matters on 2 and 3 ranks (ARGS="-n 2 tests/project/test_launch.py": a part)'
 	@echo 'make test-all run all tests on 1 to 4 ranks, and the slow ones (16 ranks and others)'
 	@echo 'make test-torch  run torch'"'"'s own distributed tests on 3 ranks (ARGS=--quick: those of DDP)'
-	@echo 'make test-faults  each fault at each moment (20 minutes)'
+	@echo 'make test-faults  each fault at each moment, on one machine and on hosts (30 minutes)'
 	@echo 'make test-sanitizers  tests with the sanitizers of addresses and undefined behaviour'
 	@echo 'make test-gpu build, test and measure on a GPU with the torch of $$PYTHON (10 minutes)'
 	@echo 'make lint     check the code with ruff, mypy and cython-lint'

@@ -19,6 +19,7 @@ from mkdocs.structure.pages import Page
 sys.path.insert(0, str(Path(__file__).parent))
 
 import collective_tables
+import fault_tables
 import notes
 import optimizer_tables
 import other_tables
@@ -40,6 +41,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "collectives": collective_tables.tables,
     "overlap": collective_tables.overlap,
     "optimizers": optimizer_tables.optimizers,
+    "faults": fault_tables.faults,
+    "faults-without-bound": fault_tables.without_bound,
+    "faults-numbers": fault_tables.numbers,
     "sources": other_tables.sources,
     "one-bucket": other_tables.one_bucket,
     "memory": other_tables.memory,

@@ -3,7 +3,8 @@
     mpirun -n 3 python fault.py FAULT MOMENT FOLDER [gloo]
 
 The last rank is the one. It writes the time on the monotonic clock to FOLDER/began. With "gloo" it
-is a program of torch alone, for torchrun.
+is a program of torch alone, for torchrun. What it cannot do itself, it asks of who started it, by
+files in FOLDER: that the launcher is killed, that its host meets a fault.
 """
 
 import ctypes
@@ -60,6 +61,10 @@ def fail() -> None:
     elif FAULT == "launcher-killed":
         (FOLDER / "kill-launcher").touch()
         time.sleep(1000)
+    elif FAULT in ("link-cut", "node-frozen", "node-off"):
+        (FOLDER / "host-fault").touch()
+        while not (FOLDER / "host-fault-met").exists():
+            time.sleep(0.05)
     else:
         sys.exit(f"no such fault: {FAULT}")
 
@@ -69,13 +74,17 @@ def at(moment: str) -> None:
         fail()
 
 
-last = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", os.environ.get("RANK")))
-size = os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE"))
-size = size or os.environ.get("WORLD_SIZE")
-OURS = last is not None and size is not None and int(last) == int(size) - 1
+# Of Open MPI's mpirun, MPICH's, SLURM, torchrun.
+RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "RANK")
+SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "WORLD_SIZE")
+for rank, size in zip(RANKS, SIZES, strict=True):
+    if rank in os.environ and size in os.environ:
+        OURS = int(os.environ[rank]) == int(os.environ[size]) - 1
+        break
 at("import")
 
 import torch  # noqa: E402
+import torch._dynamo  # noqa: E402  torch's class would at its construction, a second of a core
 import torch.distributed as dist  # noqa: E402
 
 torch.set_num_threads(1)
