@@ -61,6 +61,7 @@ def problems(request: pytest.FixtureRequest) -> Iterator[Mapping[str, Future[str
 
 # Waits for its own job, which begins when the one before has ended, or before.
 @pytest.mark.timeout(300)
+@pytest.mark.alone  # looks for what is left on the machine
 @pytest.mark.parametrize("cell", _PARAMETERS)
 def test_fault(cell: Cell, problems: Mapping[str, Future[str]]) -> None:
     if cell.start in ON_HOSTS and (why := reason_without(slurm=cell.start != "mpirun-hosts")):

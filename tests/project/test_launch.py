@@ -389,16 +389,16 @@ def note(name):
     time.sleep(2)
     (pathlib.Path(__file__).parent / name).write_text(f"{began} {time.monotonic()}")
 
-def test_plain():
-    note("plain-" + pathlib.Path(__file__).stem)
+def test_plain_NAME():
+    note("plain-NAME")
 
 @pytest.mark.alone
-def test_alone():
-    note("alone-" + pathlib.Path(__file__).stem)
+def test_alone_NAME():
+    note("alone-NAME")
 """
     files = [tmp_path / f"test_generated_{name}.py" for name in "ab"]
-    for file in files:
-        file.write_text(source)
+    for file, name in zip(files, "ab", strict=True):
+        file.write_text(source.replace("NAME", name))
     done = subprocess.run(
         [sys.executable, launch.__file__, "--jobs", "2", *map(str, files)],
         stdin=subprocess.DEVNULL,
@@ -412,11 +412,11 @@ def test_alone():
     assert done.stdout.endswith("4 passed, 0 failed, 0 skipped\n")
     times = {
         path.name: [float(text) for text in path.read_text().split()]
-        for path in tmp_path.glob("*-test_generated_*")
+        for path in tmp_path.glob("*-?")
     }
-    plain = [times[f"plain-{file.stem}"] for file in files]
+    plain = [times[f"plain-{name}"] for name in "ab"]
     assert plain[0][0] < plain[1][1]
     assert plain[1][0] < plain[0][1]
-    others = sorted([*plain, *(times[f"alone-{file.stem}"] for file in files)])
+    others = sorted([*plain, *(times[f"alone-{name}"] for name in "ab")])
     assert others[2][0] >= max(plain[0][1], plain[1][1])
     assert others[3][0] >= others[2][1]

@@ -53,6 +53,7 @@ class RankReport:
     size: int = -1
     tests: dict[str, list[int]] = field(default_factory=dict)
     alone: set[str] = field(default_factory=set)
+    files: dict[str, str] = field(default_factory=dict)
     outcomes: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -74,8 +75,8 @@ class RankReport:
             match event:
                 case {"event": "start", "size": size}:
                     report.size = size
-                case {"event": "collected", "tests": tests, "alone": alone}:
-                    report.tests, report.alone = tests, set(alone)
+                case {"event": "collected", "tests": tests, "alone": alone, "files": files}:
+                    report.tests, report.alone, report.files = tests, set(alone), files
                 case {"event": "running", "test": test}:
                     report.running = test
                 case {"event": "failed", "test": test, "text": text}:
@@ -374,22 +375,25 @@ def run_tests(
 
 def run_at_once(
     expected: set[str],
-    alone: set[str],
+    collected: RankReport,
     options: argparse.Namespace,
     arguments: list[str],
     later: float,
 ) -> Totals:
-    """Run tests without MPI, their files in several processes at once, and then those `alone`."""
+    """Run tests without MPI, their files in several processes at once, and then those alone."""
+    alone = expected & collected.alone
     chosen = [argument for argument in arguments if Path(argument).is_absolute()]
     if options.jobs == 1 or options.measure or any("::" in path for path in chosen):
         return run_tests(expected, 0, options, arguments, later)
     others = [argument for argument in arguments if argument not in chosen]
-    parts = launch_progress.split(expected - alone, options.jobs)
+    parts = launch_progress.split(
+        {test: collected.files[test] for test in expected - alone}, options.jobs
+    )
     totals = Totals()
     with ThreadPoolExecutor(options.jobs) as threads:
 
         def start(part: set[str], quiet: bool) -> Totals:
-            files = sorted({str(TESTS.parent / test.partition("::")[0]) for test in part})
+            files = sorted({collected.files[test] for test in part})
             which = f"--launch-alone={'without' if quiet else 'only'}"
             # They would race for pytest's cache.
             extra = [*others, which, "-p", "no:cacheprovider"]
@@ -402,8 +406,8 @@ def run_at_once(
             for process in list(_running):
                 process.send_signal(signal.SIGINT)
             raise
-        if expected & alone:
-            totals += start(expected & alone, quiet=False)
+        if alone:
+            totals += start(alone, quiet=False)
     return totals
 
 
@@ -428,7 +432,7 @@ def main(argv: list[str]) -> int:
     for index, (size, expected) in enumerate(due):
         later = sum(seconds[index + 1 :])
         if size == 0:
-            totals += run_at_once(expected, collected.alone, options, arguments, later)
+            totals += run_at_once(expected, collected, options, arguments, later)
         else:
             totals += run_tests(expected, size, options, arguments, later)
 

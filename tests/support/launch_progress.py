@@ -60,12 +60,15 @@ class Estimate:
         return total
 
 
-def split(tests: set[str], count: int) -> list[set[str]]:
-    """Return `tests` in parts that take about as long without MPI; a file is in one of them."""
+def split(tests: Mapping[str, str], count: int) -> list[set[str]]:
+    """Return tests, given with their files, in parts that take about as long without MPI.
+
+    All tests of a file are in one part.
+    """
     estimate = Estimate()
     files: dict[str, set[str]] = {}
-    for test in tests:
-        files.setdefault(test.partition("::")[0], set()).add(test)
+    for test, file in tests.items():
+        files.setdefault(file, set()).add(test)
     seconds = {file: estimate.of(of_it, 0) for file, of_it in files.items()}
     parts: list[set[str]] = [set() for _ in range(count)]
     load = [0.0] * count

@@ -149,7 +149,8 @@ class Report:
         """Report what is going to run."""
         tests = {item.nodeid: bounds(item, self.part) for item in session.items}
         alone = [item.nodeid for item in session.items if item.get_closest_marker("alone")]
-        self.write("collected", tests=tests, alone=alone)
+        files = {item.nodeid: str(item.path) for item in session.items}
+        self.write("collected", tests=tests, alone=alone, files=files)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Report a file that cannot be collected."""
