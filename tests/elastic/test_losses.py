@@ -31,7 +31,7 @@ def test_others_go_on(transport: str) -> None:
         assert each["steps"] == 300
         (first, _), (second, step) = each["worlds"]
         assert (first, second) == (3, 2)
-        assert step > 0
+        assert 0 <= step < 300  # 0: lost before the first step, on a busy machine
     assert ended[0]["worlds"] == ended[1]["worlds"]
     told = re.search(
         r"mpiddp: rank 0: 1 of 3 ranks was lost; training goes on with 2 after (\d+\.\d) s",

@@ -45,8 +45,12 @@ _AT_ONCE, _TIMEOUT = 20, 40
 _SLURM_NOTICES = 60
 # With MPICH other ranks may be silent as well, while they try to reach this one for the first time.
 _WAITED_FOR = re.compile(r"[Rr]anks? ([01] and )?2 (has not|does not answer|do not answer)")
-_WAITED_FOR_OR_LOST = re.compile(rf"{_WAITED_FOR.pattern}|Node failure on node2")
 _HAS_ENDED = re.compile(r"rank 2 \(process \d+ on \w+\) (was ended by|has ended)")
+_WAITED_FOR_OR_LOST = re.compile(
+    rf"{_WAITED_FOR.pattern}|{_HAS_ENDED.pattern}|Node failure on node2|has not answered"
+)
+# By its own node, or by the connection between the first ranks of nodes; or else by the time limit.
+_ENDED_OR_WAITED_FOR = re.compile(rf"{_HAS_ENDED.pattern}|{_WAITED_FOR.pattern}")
 _BROKEN = re.compile("ValueError: broken on purpose")
 _FULL_MEMORY = re.compile("MemoryError|not enough memory|can't allocate memory")
 _NOTHING = re.compile("")
@@ -104,7 +108,7 @@ _MPIRUN = ("mpirun", "mpirun-hosts")
 UNBOUNDED = (
     _Unbounded(
         "A rank that lives but stays away before the others have begun, or after they have ended: "
-        "those wait in MPI_Init or MPI_Finalize.",
+        "those wait in MPI_Init, until `MPIDDP_START_SECONDS` are over, or in MPI_Finalize.",
         faults=_LIVING,
         moments=("import", "finalisation"),
     ),
@@ -124,7 +128,7 @@ UNBOUNDED = (
     ),
     _Unbounded(
         "A rank that has ended before MPI_Init under MPICH's `mpiexec`, which lets the others wait "
-        "for it there, unless a signal ended it.",
+        "for it there, unless a signal ended it: until `MPIDDP_START_SECONDS` are over.",
         mpi="MPICH",
         starts=_MPIRUN,
         faults=_ENDING,
@@ -132,7 +136,7 @@ UNBOUNDED = (
     ),
     _Unbounded(
         "A rank that has ended before MPI_Init, in any way, under `srun` without "
-        "`--kill-on-bad-exit`.",
+        "`--kill-on-bad-exit`: until `MPIDDP_START_SECONDS` are over.",
         starts=("srun", "srun-node"),
         faults=RANK_FAULTS,
         moments=("import",),
@@ -190,7 +194,7 @@ def expected(mpi: str, fault: str, moment: str, start: str) -> Cell:
             # Its ranks hear that the connection has closed, and end without another word.
             said = _NOTHING
     elif fault in HOST_FAULTS:
-        limit, said = _TIMEOUT, _WAITED_FOR
+        limit, said = _TIMEOUT, _WAITED_FOR_OR_LOST
         # It waits for its daemon, or its agent, on a host that does not answer.
         launcher_ends = mpi == "MPICH" and fault == "link-cut"
         if fault == "node-off":
@@ -207,7 +211,7 @@ def expected(mpi: str, fault: str, moment: str, start: str) -> Cell:
     elif meets and mpi == "MPICH" and fault in ("os-exit", "kill", "segfault"):
         # SLURM's plugin for Open MPI ends a job that has lost a rank, MPICH's does not.
         if start == "srun":
-            limit, said = _TIMEOUT, _WAITED_FOR
+            limit, said = _TIMEOUT, _ENDED_OR_WAITED_FOR
         elif start == "srun-node":
             said = _HAS_ENDED
     return Cell(fault, moment, start, limit, said, status, launcher_ends)

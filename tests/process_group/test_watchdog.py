@@ -41,7 +41,8 @@ def run(folder: Path, source: str, seconds: float, ranks: int = 3, sleep: float 
     print(done.stdout, done.stderr)
     assert done.returncode == 0
     assert done.stdout.count("all well") == ranks
-    return [line for line in done.stderr.splitlines() if line]
+    # On a busy machine ranks wait for each other in MPI_Init and MPI_Finalize, too.
+    return [line for line in done.stderr.splitlines() if line and " in MPI_" not in line]
 
 
 @pytest.mark.thorough(keep=1)

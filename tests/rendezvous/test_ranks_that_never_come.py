@@ -122,6 +122,7 @@ def test_communicators(tmp_path: Path, source: str, what: str, why: str) -> None
     done = run(tmp_path, first + textwrap.dedent(source) + "time.sleep(40)")
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("mpiddp: ")]
+    said = [line for line in said if " in MPI_Init" not in line]  # of a busy machine
     assert len(said) in (2, 3)
     assert all(f"mpiddp: {what} has waited " in line and why in line for line in said)
     assert "has waited 2 s" in said[0]
