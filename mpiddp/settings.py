@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "DEVICE_TRANSPORT",
     "DUMP_SIGNAL",
     "HEARTBEAT_SECONDS",
+    "JOIN",
     "KERNELS",
     "PREEMPTION_SIGNALS",
     "PROGRESS_THREAD",
@@ -251,6 +253,17 @@ HEARTBEAT_SECONDS: Setting[float] = Setting(
     _seconds_or_none,
     60.0,
 )
+JOIN: Setting[Path | None] = Setting(
+    "MPIDDP_JOIN",
+    "the name of a folder",
+    "unset",
+    "The folder of `mpiddp.elastic.admit` of a job that runs: the ranks of this job come to that "
+    "one, instead of having a world of their own. Not with Open MPI.",
+    False,
+    # An empty one is as good as none.
+    lambda text: Path(text) if text else None,
+    None,
+)
 TRIAL_SECONDS = Setting(
     "MPIDDP_TRIAL_SECONDS",
     "a positive number",
@@ -274,5 +287,6 @@ SETTINGS: tuple[Setting[Any], ...] = (
     STALL_SECONDS,
     START_SECONDS,
     HEARTBEAT_SECONDS,
+    JOIN,
     TRIAL_SECONDS,
 )

@@ -20,8 +20,8 @@ May import: the leaves, mpi, rendezvous and checkpoint. Must never hide an error
 lost rank.
 """
 
-from mpiddp.elastic.running import grow, run
+from mpiddp.elastic.running import admit, grow, run
 from mpiddp.elastic.sampler import Sampler
 from mpiddp.elastic.state import State
 
-__all__ = ["Sampler", "State", "grow", "run"]
+__all__ = ["Sampler", "State", "admit", "grow", "run"]

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Watch", "is_of_a_loss", "let_go", "renew"]
 
+Bring = Callable[["MPI.Intracomm", int], "MPI.Intracomm | None"]
+
 # Seconds in which the news of a loss may come later than an error that it has caused.
 _NEWS_LATER = 1.0
 
@@ -99,7 +101,9 @@ def let_go(error: BaseException | None) -> None:
     gc.collect()
 
 
-def renew(wanted: int, lost: bool, leave: Callable[[], None]) -> tuple[int, int]:
+def renew(
+    wanted: int, lost: bool, leave: Callable[[], None], bring: Bring = joining.bring
+) -> tuple[int, int]:
     """Make a new world of the ranks that live, and of processes that come.
 
     Collective over the ranks that live.
@@ -109,6 +113,8 @@ def renew(wanted: int, lost: bool, leave: Callable[[], None]) -> tuple[int, int]
             any. 0: those that live.
         lost: whether ranks were lost. They may also be lost meanwhile.
         leave: called before what belongs to the old world is freed; maybe several times.
+        bring: lets others come: given the ranks that live and how many are to come, it returns a
+            communicator of all, or None if none come.
 
     Returns:
         how many ranks were lost, and how many have come.
@@ -131,7 +137,7 @@ def renew(wanted: int, lost: bool, leave: Callable[[], None]) -> tuple[int, int]
             come = max(wanted - everyone.Get_size(), 0)
             try:
                 if come:
-                    joined = _with_others(everyone, come)
+                    joined = _with_others(everyone, come, bring)
                     come = 0 if joined is None else come
                     everyone = everyone if joined is None else joined
                     made.append(everyone)
@@ -153,16 +159,18 @@ def renew(wanted: int, lost: bool, leave: Callable[[], None]) -> tuple[int, int]
     return number, come
 
 
-def _with_others(ranks: MPI.Intracomm, count: int) -> MPI.Intracomm | None:
-    """Return a communicator of these ranks and of new processes, as `joining.bring`.
+def _with_others(ranks: MPI.Intracomm, count: int, bring: Bring) -> MPI.Intracomm | None:
+    """Return a communicator of these ranks and of those that come, None if none do.
 
-    Collective over `ranks`. None if the launcher starts no more processes.
+    Collective over `ranks`.
     """
     from mpi4py import MPI
 
     joined, loss = None, None
     try:
-        joined = communicators.note(joining.bring(ranks, count))
+        joined = bring(ranks, count)
+        if joined is not None:
+            communicators.note(joined)
     except MPI.Exception as error:
         loss = error if losses.is_loss(error) else None
     if losses.agree(ranks, joined is not None):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import torch.distributed as dist
@@ -13,9 +15,9 @@ import torch.distributed as dist
 from mpiddp.elastic import recovery
 from mpiddp.elastic.state import State
 from mpiddp.mpi import losses
-from mpiddp.rendezvous import joining, world
+from mpiddp.rendezvous import joining, meeting, world
 
-__all__ = ["grow", "run"]
+__all__ = ["admit", "grow", "run"]
 
 Training = TypeVar("Training", bound=Callable[..., Any])
 
@@ -23,11 +25,11 @@ Training = TypeVar("Training", bound=Callable[..., Any])
 class _MoreRanksWanted(Exception):
     """Leaves the function for a larger world."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, by: str, bring: recovery.Bring) -> None:
         super().__init__(
-            "elastic.grow() is for a function under elastic.run, whose caller takes this exception"
+            f"elastic.{by}() is for a function under elastic.run, whose caller takes this exception"
         )
-        self.count = count
+        self.count, self.bring = count, bring
 
 
 @overload
@@ -83,40 +85,42 @@ def run(
                 f"a rank that is lost ends this job, since {losses.why_not()}. Started again, it "
                 f"goes on from its last snapshot or checkpoint"
             )
-        # Those that were here before do not look for checkpoints again.
-        begun = joining.is_joining()
-        renewed, times = False, 0
-        state._note()
-        while True:
-            finished, more, result = False, 0, None
-            try:
-                if renewed:
-                    state._arrive()
-                if begun or not state.resume():
-                    state.sync()
-                begun = True
-                result = function(state, *args, **kwargs)
-                finished = True
-            except _MoreRanksWanted as wanted:
-                more = wanted.count
-                recovery.let_go(wanted)
-            except Exception as error:
-                if not losses.can_go_on() or not recovery.is_of_a_loss(error):
-                    raise
-                recovery.let_go(error)
-            lost = losses.can_go_on() and not losses.agree(
-                world.communicator(), finished or more > 0
-            )
-            if not lost and not more:
-                return result
-            times += lost
-            if most_losses is not None and times > most_losses:
-                raise RuntimeError(
-                    f"rank {dist.get_rank()}: ranks were lost {times} times, more often than "
-                    f"most_losses={most_losses}"
+        with contextlib.closing(meeting):
+            # Those that were here before do not look for checkpoints again.
+            begun = joining.is_joining()
+            renewed, times = False, 0
+            state._note()
+            while True:
+                finished, more, result = False, 0, None
+                bring: recovery.Bring = joining.bring
+                try:
+                    if renewed:
+                        state._arrive()
+                    if begun or not state.resume():
+                        state.sync()
+                    begun = True
+                    result = function(state, *args, **kwargs)
+                    finished = True
+                except _MoreRanksWanted as wanted:
+                    more, bring = wanted.count, wanted.bring
+                    recovery.let_go(wanted)
+                except Exception as error:
+                    if not losses.can_go_on() or not recovery.is_of_a_loss(error):
+                        raise
+                    recovery.let_go(error)
+                lost = losses.can_go_on() and not losses.agree(
+                    world.communicator(), finished or more > 0
                 )
-            _renew(state, lost, more, replace, min_ranks)
-            renewed = True
+                if not lost and not more:
+                    return result
+                times += lost
+                if most_losses is not None and times > most_losses:
+                    raise RuntimeError(
+                        f"rank {dist.get_rank()}: ranks were lost {times} times, more often than "
+                        f"most_losses={most_losses}"
+                    )
+                _renew(state, lost, more, replace, min_ranks, bring)
+                renewed = True
 
     return elastic
 
@@ -132,15 +136,37 @@ def grow(count: int) -> None:
     """
     if count < 1:
         raise ValueError(f"count must be 1 or more, not {count}")
-    raise _MoreRanksWanted(count)
+    raise _MoreRanksWanted(count, "grow", joining.bring)
 
 
-def _renew(state: State, lost: bool, more: int, replace: bool, min_ranks: int) -> None:
+def admit(folder: str | Path) -> None:
+    """Let a job come that waits at `folder`: leave the function, and call it again with its ranks.
+
+    Collective, at the end of a step, after `State.commit`. While none waits, it is a broadcast of
+    some bytes. A job comes by having the folder's name in ``MPIDDP_JOIN``; it runs the same script,
+    and its ranks follow those that are here. Whoever can read the folder as this user can come.
+
+    With MPICH. Open MPI does not connect the jobs of two mpiruns: there none comes.
+
+    Args:
+        folder: one that rank 0 and the job that comes can see; it is made if it is not there.
+
+    Raises:
+        OSError: rank 0 cannot write to the folder.
+    """
+    count = meeting.look(Path(folder).absolute(), world.communicator())
+    if count:
+        raise _MoreRanksWanted(count, "admit", meeting.let_in)
+
+
+def _renew(
+    state: State, lost: bool, more: int, replace: bool, min_ranks: int, bring: recovery.Bring
+) -> None:
     """Make the new world, and say so. Collective over the ranks that live."""
     began = time.monotonic()
     before = dist.get_world_size()
     wanted = before if lost and replace else 0 if lost else before + more
-    number, come = recovery.renew(wanted, lost, state._leave)
+    number, come = recovery.renew(wanted, lost, state._leave, bring)
     if losses.can_go_on():
         recovery.Watch()
     if dist.get_world_size() < min_ranks:
@@ -153,7 +179,7 @@ def _renew(state: State, lost: bool, more: int, replace: bool, min_ranks: int) -
         if come:
             parts.append(f"{come} {_have(come)} come")
         elif wanted > before - number:
-            parts.append("the launcher starts no more processes")
+            parts.append("no more processes have come")
         _say(
             f"{', '.join(parts)}; training goes on with {dist.get_world_size()} after "
             f"{time.monotonic() - began:.1f} s"

@@ -1,8 +1,9 @@
 """Processes that come to a job that runs: they run its command, and their world is the job's.
 
-MPI_Comm_spawn starts them (MPI 4.1, section 11.8). A communicator of all is merged from both sides
-where the one that comes calls `init_process_group`. If another rank is lost before all have made
-the new world, the ones that come end, and the others begin again.
+MPI_Comm_spawn starts them (MPI 4.1, section 11.8), or a launcher does: a job of its own that
+connects (meeting.py). A communicator of all is merged from both sides where the one that comes
+calls `init_process_group`. If another rank is lost before all have made the new world, the ones
+that come end, and the others begin again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from mpiddp import settings
 from mpiddp.mpi import communicators, losses
+from mpiddp.rendezvous import meeting
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -33,17 +36,18 @@ _settled = False
 
 
 def is_joining() -> bool:
-    """Return whether this process was started by `bring`. Not collective."""
-    return _OPTION in sys._xoptions
+    """Return whether this process was started to come to a job that runs. Not collective."""
+    return _OPTION in sys._xoptions or settings.JOIN.read() is not None
 
 
 def communicator() -> MPI.Intracomm:
     """Return the communicator of the job that this process has come to.
 
-    Collective, at the first call, with the `bring` of the others. It is there until `settle`.
+    Collective, at the first call, with the `bring` or `meeting.let_in` of the others. It is there
+    until `settle`.
 
     Raises:
-        RuntimeError: after that.
+        RuntimeError: after that; or the job at MPIDDP_JOIN does not let this one in.
     """
     global _joined
     from mpi4py import MPI
@@ -53,13 +57,18 @@ def communicator() -> MPI.Intracomm:
             "a process that came to a job has left its world, and has no other: give a communicator"
         )
     if _joined is None:
-        parent = MPI.Comm.Get_parent()
         try:
-            _joined = communicators.note(parent.Merge(high=True))
+            if _OPTION in sys._xoptions:
+                parent = MPI.Comm.Get_parent()
+                _joined = communicators.note(parent.Merge(high=True))
+                parent.Free()
+            else:
+                folder = settings.JOIN.read()
+                assert folder is not None
+                _joined = communicators.note(meeting.come(folder, MPI.COMM_WORLD))
         except MPI.Exception as error:
             settle(error)
             raise
-        parent.Free()
     return _joined
 
 

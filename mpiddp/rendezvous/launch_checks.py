@@ -23,7 +23,7 @@ from mpiddp.version import __version__
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["compare_debug_levels", "compare_settings"]
+__all__ = ["compare_debug_levels", "compare_settings", "compared"]
 
 _DEBUG_VARIABLE = "TORCH_DISTRIBUTED_DEBUG"
 # With it torch adds a barrier when a group is made.
@@ -47,7 +47,7 @@ def compare_settings(communicator: MPI.Intracomm, check: Callable[[], object]) -
         RuntimeError: what `check` raised here or elsewhere; or the ranks differ.
     """
     error = _own_error(check)
-    own = _settings() if error is None else {}
+    own = compared() if error is None else {}
     told = (None if error is None else (type(error) is ValueError, str(error)), own)
     if _all_equal(communicator, repr(told)):
         if error is not None:
@@ -84,19 +84,8 @@ def compare_debug_levels(communicator: MPI.Intracomm, ranks: Sequence[int]) -> N
         raise RuntimeError(_differences(everyone, ranks))
 
 
-def _own_error(check: Callable[[], object]) -> ValueError | RuntimeError | None:
-    try:
-        for setting in SETTINGS:
-            setting.read()
-        kernels.selected()
-        check()
-    except (ValueError, RuntimeError) as error:
-        return error
-    return None
-
-
-def _settings() -> dict[str, str]:
-    """Return by name what must be the same on all ranks."""
+def compared() -> dict[str, str]:
+    """Return by name what must be the same on all ranks, as it is on this one. Not collective."""
     from mpi4py import MPI
 
     name, version = MPI.get_vendor()
@@ -109,6 +98,17 @@ def _settings() -> dict[str, str]:
         "torch": f"version {torch.__version__.partition('+')[0]}",
         "MPI": f"{name} {'.'.join(map(str, version))}",
     }
+
+
+def _own_error(check: Callable[[], object]) -> ValueError | RuntimeError | None:
+    try:
+        for setting in SETTINGS:
+            setting.read()
+        kernels.selected()
+        check()
+    except (ValueError, RuntimeError) as error:
+        return error
+    return None
 
 
 def _debug_level() -> str:

@@ -51,6 +51,8 @@ _WAITED_FOR_OR_LOST = re.compile(
 )
 # By its own node, or by the connection between the first ranks of nodes; or else by the time limit.
 _ENDED_OR_WAITED_FOR = re.compile(rf"{_HAS_ENDED.pattern}|{_WAITED_FOR.pattern}")
+# The script's limit for MPI_Init, MPIDDP_START_SECONDS (fault_job.py), is over.
+_IN_INIT = re.compile(r"has waited in MPI_Init for \d+ s, and its time limit is over")
 _BROKEN = re.compile("ValueError: broken on purpose")
 _FULL_MEMORY = re.compile("MemoryError|not enough memory|can't allocate memory")
 _NOTHING = re.compile("")
@@ -105,40 +107,33 @@ class _Unbounded:
 _LIVING = ("exception-in-thread", "stop")
 _ENDING = ("exception", "memory", "full-disk", "os-exit", "sys-exit")
 _MPIRUN = ("mpirun", "mpirun-hosts")
+# These leave the other ranks alone when one has ended.
+_SRUN = ("srun", "srun-node")
 UNBOUNDED = (
     _Unbounded(
-        "A rank that lives but stays away before the others have begun, or after they have ended: "
-        "those wait in MPI_Init, until `MPIDDP_START_SECONDS` are over, or in MPI_Finalize.",
+        "A rank that lives but stays away when the others have ended: those wait in MPI_Finalize.",
         faults=_LIVING,
-        moments=("import", "finalisation"),
+        moments=("finalisation",),
     ),
     _Unbounded(
         "A host that is cut off or frozen then. SLURM ends such a job when the node has not "
         "answered for a time (`SlurmdTimeout`); `mpirun` waits.",
         starts=_MPIRUN,
         faults=("link-cut", "node-frozen"),
-        moments=("import", "finalisation"),
+        moments=("finalisation",),
+    ),
+    _Unbounded(
+        "A rank that lives but stays away before the others have begun, under `srun` without "
+        "`--kill-on-bad-exit`: those end when `MPIDDP_START_SECONDS` are over, and nobody ends it.",
+        starts=_SRUN,
+        faults=_LIVING,
+        moments=("import",),
     ),
     _Unbounded(
         "A rank that has not begun when `mpirun` is killed: nobody ends it. `srun` has a second "
         "process for that.",
         starts=_MPIRUN,
         faults=("launcher-killed",),
-        moments=("import",),
-    ),
-    _Unbounded(
-        "A rank that has ended before MPI_Init under MPICH's `mpiexec`, which lets the others wait "
-        "for it there, unless a signal ended it: until `MPIDDP_START_SECONDS` are over.",
-        mpi="MPICH",
-        starts=_MPIRUN,
-        faults=_ENDING,
-        moments=("import",),
-    ),
-    _Unbounded(
-        "A rank that has ended before MPI_Init, in any way, under `srun` without "
-        "`--kill-on-bad-exit`: until `MPIDDP_START_SECONDS` are over.",
-        starts=("srun", "srun-node"),
-        faults=RANK_FAULTS,
         moments=("import",),
     ),
 )
@@ -214,4 +209,18 @@ def expected(mpi: str, fault: str, moment: str, start: str) -> Cell:
             limit, said = _TIMEOUT, _ENDED_OR_WAITED_FOR
         elif start == "srun-node":
             said = _HAS_ENDED
+    if moment == "import" and _others_wait_in_init(mpi, fault, start):
+        limit = _TIMEOUT
+        if said is _NOTHING:
+            said, status = _IN_INIT, "not 0"
     return Cell(fault, moment, start, limit, said, status, launcher_ends)
+
+
+def _others_wait_in_init(mpi: str, fault: str, start: str) -> bool:
+    """Return whether a fault before MPI_Init leaves the others there until their limit is over."""
+    if fault in _LIVING:
+        return True
+    if start in _MPIRUN:
+        # MPICH's mpiexec ends a job only if a signal ended the rank.
+        return fault in ("link-cut", "node-frozen") or (mpi == "MPICH" and fault in _ENDING)
+    return start in _SRUN and fault in RANK_FAULTS

@@ -28,6 +28,8 @@ HOST_FAULTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 # Seconds until all ranks have begun: each takes some of a core.
 _START = 90
+# Their limit for MPI_Init, where the first one waits for the last.
+_START_LIMIT = 15
 # Seconds in which the processes of a host end that is there again.
 _AFTERWARDS = 40
 
@@ -75,7 +77,11 @@ def run(
         launcher_ends: whether to wait for the launcher as well.
     """
     # By it the job's processes are known, in whatever session or host a launcher puts them.
-    environment = {_MARK: str(folder), "MPIDDP_STALL_SECONDS": "2"}
+    environment = {
+        _MARK: str(folder),
+        "MPIDDP_STALL_SECONDS": "2",
+        "MPIDDP_START_SECONDS": str(_START_LIMIT),
+    }
     with open(folder / "said", "w+b") as said:
         launcher = launch(start, [fault, moment, str(folder)], environment, said, lab)
         job = _Job(fault, folder, launcher, lab)

@@ -102,6 +102,7 @@ def test_what_each_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
         settings.STALL_SECONDS: {"2.5": 2.5, "none": float("inf")},
         settings.START_SECONDS: {"2.5": 2.5, "none": float("inf")},
         settings.HEARTBEAT_SECONDS: {"20": 20.0, "none": float("inf")},
+        settings.JOIN: {"": None, "/shared/run-1": Path("/shared/run-1")},
         settings.TRIAL_SECONDS: {"2.5": 2.5},
     }
     assert list(allowed) == list(settings.SETTINGS)

@@ -2,8 +2,10 @@
 
     mpirun --with-ft ulfm -n 4 python elastic_training.py STEPS [--kill RANK:SECONDS]
         [--kill-at RANK:STEP] [--options JSON] [--grow STEP:COUNT]
+        [--admit FOLDER]
 
 SECONDS count from when the rank began the function; a rank of -1 is a process that came later.
+With --admit it trains until another job has come, and STEPS more.
 OPTIONS are those of `elastic.run`. Each rank that ends prints a line of JSON.
 """
 
@@ -29,12 +31,14 @@ parser.add_argument("--kill", action="append", default=[])
 parser.add_argument("--kill-at", default="-2:0")
 parser.add_argument("--options", type=json.loads, default={})
 parser.add_argument("--grow", default="-1:0")
+parser.add_argument("--admit")
 arguments = parser.parse_args()
 STEPS = arguments.steps
 KILLS = {int(rank): float(after) for rank, _, after in (a.partition(":") for a in arguments.kill)}
 KILLED, KILLED_AT = map(int, arguments.kill_at.split(":"))
 GROW_AT, MORE = map(int, arguments.grow.split(":"))
-CAME = MPI.Comm.Get_parent() != MPI.COMM_NULL
+CAME = MPI.Comm.Get_parent() != MPI.COMM_NULL or "MPIDDP_JOIN" in os.environ
+ALONE = 0 if CAME or not arguments.admit else MPI.COMM_WORLD.Get_size()
 START = -1 if CAME else MPI.COMM_WORLD.Get_rank()
 
 
@@ -65,7 +69,10 @@ def train(state):
         threading.Thread(target=kill_after, args=[KILLS[START]], daemon=True).start()
     ddp = DDP(state.model, init_sync=False)
     loader = torch.utils.data.DataLoader(data, 8, sampler=state.sampler)
-    while state.step < STEPS:
+    steps = 10**9 if dist.get_world_size() == ALONE else STEPS
+    if arguments.admit:
+        steps += state.step
+    while state.step < steps:
         state.sampler.set_epoch(state.epoch)
         for number, (batch,) in enumerate(loader):
             if (START, state.step) == (KILLED, KILLED_AT):
@@ -78,7 +85,9 @@ def train(state):
             state.commit()
             if state.step == GROW_AT:
                 elastic.grow(MORE)
-            if state.step == STEPS:
+            if arguments.admit and state.step % 10 == 0:
+                elastic.admit(arguments.admit)
+            if state.step == steps:
                 break
         else:
             state.epoch += 1

@@ -1,0 +1,121 @@
+"""A job comes to another one that runs, at a folder."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from socket import create_connection
+
+import mpirun
+import pytest
+from elastic_runs import OPEN_MPI
+from script_runs import SCRIPTS
+
+pytestmark = pytest.mark.timeout(100)
+
+needs_connections = pytest.mark.skipif(OPEN_MPI, reason="Open MPI connects no jobs of two mpiruns")
+
+STEPS = 50
+# What the address in the folder is in, see mpiddp/rendezvous/meeting.py.
+ADDRESS = "mpiddp-job.json"
+
+
+_started: "list[subprocess.Popen[str]]" = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    while _started:
+        job = _started.pop()
+        job.kill()
+        job.communicate()
+
+
+def start(ranks: int, folder: Path, **env: str) -> "subprocess.Popen[str]":
+    script = [str(SCRIPTS / "elastic_training.py"), str(STEPS), "--admit", str(folder)]
+    job = subprocess.Popen(
+        [mpirun.find(), "-n", str(ranks), sys.executable, *script],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**mpirun.os.environ, **mpirun.ENVIRONMENT, **env},
+    )
+    _started.append(job)
+    return job
+
+
+def come(ranks: int, folder: Path, **env: str) -> "subprocess.Popen[str]":
+    return start(ranks, folder, MPIDDP_JOIN=str(folder), **env)
+
+
+def end(job: "subprocess.Popen[str]") -> "tuple[int, list[dict], str]":
+    """Return the exit status, what the ranks said at their end, and stderr."""
+    printed, errors = job.communicate(timeout=60)
+    print(printed, errors)  # pytest shows it when the test fails
+    ended = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    return job.returncode, ended, errors
+
+
+def address(folder: Path) -> "dict":
+    """Wait for the job that runs to listen."""
+    deadline = time.monotonic() + 40
+    while not (folder / ADDRESS).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return json.loads((folder / ADDRESS).read_bytes())
+
+
+@needs_connections
+def test_jobs_train_together(tmp_path: Path) -> None:
+    folder = tmp_path / "not" / "there yet"
+    jobs = [start(2, folder), come(1, folder)]
+    status, ended, errors = end(jobs[0])
+    come_status, come_ended, _ = end(jobs[1])
+    assert (status, come_status) == (0, 0)
+    assert "mpiddp: rank 0: 1 has come; training goes on with 3 after" in errors
+    assert [size for each in ended for size, _ in each["worlds"]] == [2, 3] * 2
+    assert [size for each in come_ended for size, _ in each["worlds"]] == [3]
+    assert len({each["bits"] for each in ended + come_ended}) == 1
+    assert {each["steps"] for each in ended + come_ended} == {ended[0]["worlds"][1][1] + STEPS}
+    assert list(folder.iterdir()) == []
+
+
+@needs_connections
+@pytest.mark.thorough
+def test_who_is_not_let_in(tmp_path: Path) -> None:
+    """The job that runs goes on, whoever comes; and one comes that waits in vain."""
+    job = start(2, tmp_path)
+    where = address(tmp_path)
+    for said in (b"", b"hello\n", b'{"secret": "wrong", "ranks": 1}\n', b'{"secret": '):
+        with create_connection((where["host"], where["port"]), 5) as stranger:
+            stranger.sendall(said)
+    status, _, errors = end(come(1, tmp_path, MPIDDP_WIRE="direct"))
+    assert status != 0
+    refused = f"rank 0: MPIDDP_JOIN: the job at {tmp_path} does not let this one in: MPIDDP_WIRE is"
+    assert f"{refused} direct here and auto there" in errors
+    status, ended, _ = end(come(1, tmp_path))
+    assert (status, len(ended)) == (0, 1)
+    assert end(job)[0] == 0
+
+
+@needs_connections
+@pytest.mark.thorough
+def test_nobody_is_there(tmp_path: Path) -> None:
+    settings = {"MPIDDP_START_SECONDS": "3", "MPIDDP_STALL_SECONDS": "1"}
+    (tmp_path / ADDRESS).write_text(json.dumps({"host": "localhost", "port": 9, "secret": ""}))
+    status, ended, errors = end(come(2, tmp_path, **settings))
+    assert (status != 0, ended) == (True, [])
+    words = f"for the job at {tmp_path}, which lets others in when it calls elastic.admit()"
+    assert f"mpiddp: waits {words}" in errors
+    assert f"this job has waited 3 s {words}, and MPIDDP_START_SECONDS are over" in errors
+
+
+@pytest.mark.skipif(not OPEN_MPI, reason="with MPICH a job comes")
+def test_open_mpi_says_that_it_cannot(tmp_path: Path) -> None:
+    status, _, errors = end(come(1, tmp_path))
+    assert status != 0
+    assert "MPIDDP_JOIN: Open MPI does not connect the jobs of two mpiruns" in errors
