@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 from typing import Any
 
 from mpiddp.flight_recorder import ring, sources
@@ -26,6 +27,13 @@ from mpiddp.flight_recorder.sources import BUCKETS, Source
 __all__ = ["VERSION", "as_dict", "as_json", "words_of"]
 
 VERSION = "2.10"
+
+# The states of an entry, and what torch calls the last operation of a group in each or a later one.
+_STATES = {
+    "scheduled": "last_enqueued_collective",
+    "started": "last_started_collective",
+    "completed": "last_completed_collective",
+}
 
 # How much of a stack is kept, from the inside.
 _DEEPEST = 32
@@ -72,7 +80,7 @@ def as_dict(reason: str = "") -> dict[str, Any]:
             }
             for source in known.values()
         },
-        "pg_status": {source.name: _status(entries, source.name) for source in known.values()},
+        "pg_status": _statuses(entries, (source.name for source in known.values())),
         "comm_lib_version": "MPI",
         "entries": entries,
         "mpiddp": {
@@ -180,15 +188,19 @@ def words_of(record: ring.Record, source: Source) -> str:
     return f"bucket {bucket} of backward pass {iteration + 1} of {source.module}"
 
 
-def _status(entries: list[dict[str, Any]], name: str) -> dict[str, str]:
-    """Return the last operation of a group in each state, -1 for none, as torch has it."""
-    mine = [entry for entry in entries if entry["process_group"][0] == name]
+def _statuses(entries: list[dict[str, Any]], names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return by group the last operation in each state, -1 for none, as torch has it.
 
-    def last(states: set[str]) -> str:
-        return str(max((e["collective_seq_id"] for e in mine if e["state"] in states), default=-1))
-
+    In one pass: a program that makes many groups has as many names as entries.
+    """
+    last = {name: dict.fromkeys(_STATES.values(), -1) for name in names}
+    for entry in entries:
+        of_group = last[entry["process_group"][0]]
+        for state, status in _STATES.items():
+            of_group[status] = max(of_group[status], entry["collective_seq_id"])
+            if state == entry["state"]:
+                break
     return {
-        "last_enqueued_collective": last({"scheduled", "started", "completed"}),
-        "last_started_collective": last({"started", "completed"}),
-        "last_completed_collective": last({"completed"}),
+        name: {status: str(number) for status, number in each.items()}
+        for name, each in last.items()
     }
