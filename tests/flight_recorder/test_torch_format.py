@@ -176,7 +176,7 @@ def test_json_says_the_same() -> None:
 def test_last_operations_of_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many groups as a long program has made take no longer than its operations do."""
     late = size() - 1
-    known = {number: sources.Source(f"gone {number}", [0]) for number in range(-5000, 0)}
+    known = {number: sources.Source(f"gone {number}", [0]) for number in range(-30_000, 0)}
     monkeypatch.setattr(sources, "_sources", {**known, **sources.known()})
     part = dist.new_group()
     for _ in range(2000):
