@@ -94,7 +94,7 @@ test-faults: $(INSTALLED)
 	$(BIN)/python tests/support/launch.py --slow tests/faults $(ARGS)
 
 # Of the room of each compiled module what runs it most.
-SANITIZED := reducer/test_buckets.py reducer/test_gradients.py engine flight_recorder \
+SANITIZED ?= reducer/test_buckets.py reducer/test_gradients.py engine flight_recorder \
 	transports/test_shared.py transports/test_lanes.py transports/test_exchange.py
 .PHONY: test-sanitizers
 test-sanitizers: $(INSTALLED)

@@ -162,7 +162,13 @@ class BuildPy(build_py):
 
 
 class BuildExt(build_ext):
-    """Translate with Cython, then compile and link with mpicc."""
+    """Translate with Cython, then compile and link with mpicc, on all cores."""
+
+    def finalize_options(self):
+        """Compile as many modules at once as there are cores, unless told otherwise."""
+        super().finalize_options()
+        if self.parallel is None:
+            self.parallel = len(os.sched_getaffinity(0))
 
     def run(self):
         """Compile every cython/ROOM/*.pyx."""
@@ -197,6 +203,7 @@ class BuildExt(build_ext):
                 include_path=[str(view)],
                 build_dir=str(Path(built.build_base, f"cython-{cython_version}")),
                 compiler_directives=CYTHON_DIRECTIVES,
+                nthreads=self.parallel,
                 quiet=True,
             )
         except CompileError as error:
