@@ -211,7 +211,7 @@ def expected(mpi: str, fault: str, moment: str, start: str) -> Cell:
             said = _HAS_ENDED
     if moment == "import" and _others_wait_in_init(mpi, fault, start):
         limit = _TIMEOUT
-        if said is _NOTHING:
+        if fault not in ("exception", "memory"):
             said, status = _IN_INIT, "not 0"
     return Cell(fault, moment, start, limit, said, status, launcher_ends)
 

@@ -18,7 +18,7 @@ from fault_starts import ON_HOSTS
 import mpiddp
 
 # How many jobs run at once: most only wait.
-_AT_ONCE = 3
+_AT_ONCE = 4
 _MPI = mpiddp.compiled_against()[0]
 _CELLS = cells(_MPI)
 _SAMPLE = {cell.name for cell in sample(_MPI)}
