@@ -22,6 +22,8 @@ NODES = ("node1", "node2")
 _CLUSTER = Path(__file__).resolve().parents[1] / "lab" / "cluster"
 # More than two cores, for several jobs at once.
 _CPUS = 64
+# As it is at the start: pytest changes it while threads start hosts.
+_INHERITED = clean_environment()
 # What Open MPI and MPICH leave behind when they are killed is not ours to judge.
 _OF_MPI = ("sm_segment", "vader_segment", "mpich_sh", "ucx_shm", "nvshmem", "pmix")
 
@@ -65,7 +67,7 @@ class Lab:
 
     def __init__(self, folder: Path, slurm: bool) -> None:
         self.folder = folder / "lab"
-        self.environment = {**clean_environment(), "LAB_DIR": str(self.folder)}
+        self.environment = {**_INHERITED, "LAB_DIR": str(self.folder)}
         for name in [name for name in self.environment if name.startswith(("PRTE_", "MPIR_"))]:
             del self.environment[name]
         # The hosts go when this process closes the pipe, even by being killed.

@@ -42,6 +42,8 @@ _PLUGIN = {
     "MPICH": ("pmi2", {"MPIR_CVAR_CH4_NETMOD": "ofi"}),
 }
 _PORT = 29500
+# As it is at the start: pytest changes it while threads start jobs.
+_INHERITED = dict(os.environ)
 
 
 def launch(
@@ -54,7 +56,7 @@ def launch(
     """Start fault.py in one of the ways above; what it prints goes to `said`."""
     script = [str(SCRIPTS / "fault.py"), *arguments]
     on_hosts = start in ON_HOSTS
-    variables = {**os.environ, **mpirun.ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
+    variables = {**_INHERITED, **mpirun.ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
     if on_hosts:
         assert lab is not None
         variables = {**lab.environment, **mpirun.ENVIRONMENT, "GLOO_SOCKET_IFNAME": "eth0"}
