@@ -50,7 +50,8 @@ _WAITED_FOR_OR_LOST = re.compile(
     rf"{_WAITED_FOR.pattern}|{_HAS_ENDED.pattern}|Node failure on node2|has not answered"
 )
 # By its own node, or by the connection between the first ranks of nodes; or else by the time limit.
-_ENDED_OR_WAITED_FOR = re.compile(rf"{_HAS_ENDED.pattern}|{_WAITED_FOR.pattern}")
+# Or MPICH ends the others at once because their connections to it have closed, and srun names it.
+_ENDED_OR_WAITED_FOR = re.compile(rf"{_HAS_ENDED.pattern}|{_WAITED_FOR.pattern}|task 2: ")
 # The script's limit for MPI_Init, MPIDDP_START_SECONDS (fault_job.py), is over.
 _IN_INIT = re.compile(r"has waited in MPI_Init for \d+ s, and its time limit is over")
 _BROKEN = re.compile("ValueError: broken on purpose")
@@ -120,6 +121,14 @@ UNBOUNDED = (
         "answered for a time (`SlurmdTimeout`); `mpirun` waits.",
         starts=_MPIRUN,
         faults=("link-cut", "node-frozen"),
+        moments=("finalisation",),
+    ),
+    _Unbounded(
+        "A rank that ends by `os._exit` while the others are in MPI_Finalize, on another host than "
+        "theirs under MPICH's `mpiexec`.",
+        mpi="MPICH",
+        starts=("mpirun-hosts",),
+        faults=("os-exit",),
         moments=("finalisation",),
     ),
     _Unbounded(
