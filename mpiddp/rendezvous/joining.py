@@ -83,6 +83,8 @@ def settle(error: BaseException | None) -> None:
     global _settled
     if not is_joining() or _settled or (error is not None and not losses.is_loss(error)):
         return
+    if _joined is None and error is None:
+        return  # the program gave a communicator of its own: it comes to nobody
     if error is None and _joined is not None:
         _settled = losses.agree(_joined, True)
         if _settled:

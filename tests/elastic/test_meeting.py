@@ -119,3 +119,18 @@ def test_open_mpi_says_that_it_cannot(tmp_path: Path) -> None:
     status, _, errors = end(come(1, tmp_path))
     assert status != 0
     assert "MPIDDP_JOIN: Open MPI does not connect the jobs of two mpiruns" in errors
+
+
+@pytest.mark.thorough
+def test_a_program_that_gives_its_own_world(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import mpiddp\nfrom mpi4py import MPI\nimport torch.distributed as dist\n"
+        "mpiddp.init_process_group(MPI.COMM_WORLD)\n"
+        "print('world of', dist.get_world_size())\n"
+        "mpiddp.destroy_process_group()\n"
+    )
+    done = mpirun.run(2, [script], timeout=60, env={"MPIDDP_JOIN": str(tmp_path)})
+    assert done.returncode == 0
+    assert done.stdout.count("world of 2") == 2
+    assert done.stderr == ""
