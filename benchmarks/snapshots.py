@@ -1,10 +1,12 @@
 """Measure what snapshots in node memory add to a training step.
 
-    mpirun -n 2 python benchmarks/snapshots.py [--seconds 20] [--rounds 4] [--json FILE]
+    mpirun -n 2 python benchmarks/snapshots.py [--rounds 30] [--json FILE]
 
-Blocks of steps with snapshots and without take turns, in one run with one model. A block is long
-beside the time between two snapshots, and what counts is its mean: most steps have no snapshot in
-them. All is in it: copying the state in a step, and writing it in a thread beside the next ones.
+First a while of training in which `Snapshots` chooses when: how long it waits from one to the next.
+Then short blocks of as many steps with one snapshot and with none take turns, in one run with one
+model: the median of the differences is what one snapshot costs, all of it: copying the state in a
+step, and writing it in a thread beside the next ones. The machine's speed drifts by more than that
+between longer blocks.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import json
 import statistics
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +31,43 @@ from mpiddp.checkpoint import Snapshots
 MODEL = "8 x Linear(1024)"
 # The goal of the project, and the default of Snapshots.
 SHARE = 0.035
+# In a block; writing has ended before.
+STEPS = 20
 
 
-def block(take_step: Any, snapshots: Snapshots | None, state: Any, seconds: float) -> list[float]:
-    """Train for a while; return the seconds a step, and how many snapshots began. Collective."""
-    MPI.COMM_WORLD.Barrier()
-    count, made = 0, 0
+def interval(take_step: Any, snapshots: Snapshots, state: Any, seconds: float) -> list[float]:
+    """Train for a while; return the seconds between the snapshots that began. Collective."""
     began = time.monotonic()
+    times = []
     over = torch.zeros(1)
+    count = 0
     while not over:
         take_step()
         count += 1
-        if snapshots is not None:
-            made += snapshots.step(state, count)
-        if count % 10 == 0:  # all ranks stop at one step
-            over.fill_(time.monotonic() - began > seconds)
-            dist.broadcast(over, src=0)
-    return [(time.monotonic() - began) / count, made]
+        if snapshots.step(state, count):
+            times.append(time.monotonic())
+        over.fill_(time.monotonic() - began > seconds)
+        dist.broadcast(over, src=0)  # all ranks stop at one step
+    return [later - earlier for earlier, later in pairwise(times)]
+
+
+def block(take_step: Any, snapshots: Snapshots | None, state: Any) -> float:
+    """Take STEPS steps, after the first a snapshot; return the seconds of all. Collective."""
+    MPI.COMM_WORLD.Barrier()
+    began = time.monotonic()
+    for number in range(STEPS):
+        take_step()
+        if number == 0 and snapshots is not None:
+            made = snapshots.step(state, number)
+            assert made or dist.get_rank(), "the last one is not written yet: STEPS is too small"
+    return time.monotonic() - began
 
 
 def main() -> None:
     """Measure, and print a table. Collective."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=20.0, help="of one block")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=40.0, help="of the first part")
+    parser.add_argument("--rounds", type=int, default=30, help="pairs of blocks")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     mpiddp.init_process_group()
@@ -70,19 +86,22 @@ def main() -> None:
 
     for _ in range(10):
         take_step()
+    name = f"benchmark-{MPI.COMM_WORLD.bcast(time.time_ns())}"
+    chosen, forced = Snapshots(name, share=SHARE), Snapshots(name, share=1.0)
     rounds = []
-    snapshots = Snapshots(f"benchmark-{MPI.COMM_WORLD.bcast(time.time_ns())}", share=SHARE)
     try:
+        gaps = interval(take_step, chosen, state, arguments.seconds)
         for number in range(arguments.rounds):
-            pair: dict[bool, list[float]] = {}
-            for with_them in (True, False) if number % 2 else (False, True):
-                given = snapshots if with_them else None
-                pair[with_them] = block(take_step, given, state, arguments.seconds)
+            pair: dict[bool, float] = {}
+            for with_one in (True, False) if number % 2 else (False, True):
+                pair[with_one] = block(take_step, forced if with_one else None, state)
             rounds.append(pair)
     finally:
-        snapshots.clear()
-    shares = [pair[True][0] / pair[False][0] - 1 for pair in rounds]
+        forced.clear()
+        chosen.clear()
     if dist.get_rank() == 0:
+        cost = statistics.median(pair[True] - pair[False] for pair in rounds)
+        step = statistics.median(pair[False] for pair in rounds) / STEPS
         result = {
             "machine": describe_machine(MPI.Get_library_version()),
             "ranks": dist.get_world_size(),
@@ -91,19 +110,26 @@ def main() -> None:
                 3 * parameter.nbytes / 1e6 for parameter in wrapped.parameters()
             ),
             "share_asked_for": SHARE,
-            "rounds": [
-                {"without": pair[False][0], "with": pair[True][0], "snapshots": pair[True][1]}
-                for pair in rounds
-            ],
-            "share": statistics.median(shares),
+            "seconds_between": statistics.median(gaps),
+            "seconds_a_step": step,
+            "seconds_of_one": cost,
+            "share": cost / statistics.median(gaps),
+            "rounds": [{"without": pair[False], "with": pair[True]} for pair in rounds],
         }
-        rows = [["ms a step without", "with", "snapshots", "share"]]
-        rows += [
-            [f"{p[False][0] * 1e3:.2f}", f"{p[True][0] * 1e3:.2f}", str(p[True][1]), f"{s:+.1%}"]
-            for p, s in zip(rounds, shares, strict=True)
-        ]
-        print(table(rows))
-        print(f"median {result['share']:+.1%} of a step, asked for at most {SHARE:.1%}")
+        print(
+            table(
+                [
+                    ["ms a step", "ms a snapshot", "s between two", "share", "asked for at most"],
+                    [
+                        f"{step * 1e3:.1f}",
+                        f"{cost * 1e3:.0f}",
+                        f"{result['seconds_between']:.1f}",
+                        f"{result['share']:.1%}",
+                        f"{SHARE:.1%}",
+                    ],
+                ]
+            )
+        )
         if arguments.json:
             arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     mpiddp.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The tables of one bucket, of memory and of what a start takes, made of benchmarks/results/."""
+"""The tables of one bucket, memory, what a start takes and snapshots, made of benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -69,6 +69,25 @@ def construction() -> str:
         for what, seconds in record["seconds"].items()
     ]
     return markdown(rows)
+
+
+def snapshots() -> str:
+    """Return what snapshots in the memory of the node add to a step."""
+    rows = [["", "ms a step", "ms a snapshot", "s between two", "of the time"]]
+    files = {name: load(f"snapshots-{name}") for name in MPIS}
+    for name, mpi in MPIS.items():
+        found = files[name]
+        rows.append(
+            [
+                f"{mpi}, {found['ranks']} ranks, {found['state_megabytes']:.0f} MB",
+                f"{1e3 * found['seconds_a_step']:.0f}",
+                f"{1e3 * found['seconds_of_one']:.0f}",
+                f"{found['seconds_between']:.1f}",
+                f"{found['share']:.1%}",
+            ]
+        )
+    sources = "\n".join(f"- {describe(files[name], f'snapshots-{name}')}" for name in MPIS)
+    return f"{markdown(rows)}\n\n{sources}"
 
 
 def _milliseconds(seconds: Samples) -> str:

@@ -48,6 +48,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "one-bucket": other_tables.one_bucket,
     "memory": other_tables.memory,
     "construction": other_tables.construction,
+    "snapshots": other_tables.snapshots,
     "cost-model": (ROOT / "benchmarks" / "scaling.md").read_text,
 }
 
