@@ -1,4 +1,4 @@
-"""The tables of one bucket, memory, what a start takes and snapshots, made of benchmarks/results/."""
+"""The tables of one measurement each: bucket, memory, starts, snapshots, of benchmarks/results/."""
 
 from __future__ import annotations
 
