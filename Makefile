@@ -56,7 +56,7 @@ help:
 	@echo 'make test-all run all tests on 1 to 4 ranks, and the slow ones (16 ranks and others)'
 	@echo 'make test-torch  run torch'"'"'s own distributed tests on 3 ranks (ARGS=--quick: those of DDP)'
 	@echo 'make test-faults  each fault at each moment, on one machine and on hosts (30 minutes)'
-	@echo 'make test-sanitizers  tests with the sanitizers of addresses and undefined behaviour'
+	@echo 'make test-sanitizers  tests with the sanitizers of addresses, undefined behaviour and threads'
 	@echo 'make test-gpu build, test and measure on a GPU with the torch of $$PYTHON (10 minutes)'
 	@echo 'make lint     check the code with ruff, mypy and cython-lint'
 	@echo 'make docs     build the documentation into build/docs'
@@ -98,7 +98,8 @@ SANITIZED ?= reducer/test_buckets.py reducer/test_gradients.py engine flight_rec
 	transports/test_shared.py transports/test_lanes.py transports/test_exchange.py
 .PHONY: test-sanitizers
 test-sanitizers: $(INSTALLED)
-	tests/support/sanitizers.sh $(BIN) $(addprefix ../,$(SANITIZED)) $(ARGS)
+	tests/support/sanitizers.sh memory $(BIN) $(addprefix ../,$(SANITIZED)) $(ARGS)
+	tests/support/sanitizers.sh threads $(BIN) $(addprefix ../,$(SANITIZED)) $(ARGS)
 
 # Not in the environments of the other targets, whose torch is for CPUs: see the script.
 .PHONY: test-gpu

@@ -6,11 +6,13 @@ Chunks start strictly in order of job and offset, so that they match on all rank
 from mpi4py.libmpi cimport MPI_SUCCESS
 
 from mpiddp.engine.interface cimport (
-    CHUNK_FINISHED, CHUNK_WAITS, ChannelState, ChunkProgress, EngineState, Job, Transport, fail,
-    note_end,
+    CHUNK_FINISHED, CHUNK_WAITS, ChannelState, ChunkProgress, EngineState, Job, Transport,
+    count_chunk, fail, note_end,
 )
 from mpiddp.system.kernels cimport element_bytes
-from mpiddp.system.posix cimport now, pthread_mutex_lock, pthread_mutex_unlock, store
+from mpiddp.system.posix cimport (
+    now, pthread_mutex_lock, pthread_mutex_unlock, put, put_time, store,
+)
 
 
 cdef void finish_chunk(EngineState *state, ChannelState *channel, size_t slot) noexcept nogil:
@@ -18,13 +20,12 @@ cdef void finish_chunk(EngineState *state, ChannelState *channel, size_t slot) n
     job.finished += channel.slot_count[slot]
     channel.slot_job[slot] = NULL
     channel.slots_used -= 1
-    channel.last_progress = now()
-    state.chunks += 1
-    state.thread_chunks += state.on_thread
+    put_time(&channel.last_progress, now())
+    count_chunk(state)
     if job.finished == job.count:
         pthread_mutex_lock(&state.channels_lock)
-        channel.pending -= 1
-        state.pending -= 1
+        put(&channel.pending, channel.pending - 1)
+        put(&state.pending, state.pending - 1)
         pthread_mutex_unlock(&state.channels_lock)
         note_end(job, channel.last_progress)
         # Last: from here on the bucket may reuse or free the job.
@@ -88,6 +89,6 @@ cdef int move_chunks(EngineState *state, ChannelState *channel) noexcept nogil:
     cdef int advanced = 0
     if channel.slots_used:
         advanced = finish_chunks(state, channel)
-    if channel.head != NULL and not channel.failure:
+    if not channel.failure:
         advanced += start_chunks(state, channel)
     return advanced

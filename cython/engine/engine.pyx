@@ -19,11 +19,11 @@ from mpiddp.engine.progress cimport (
 )
 from mpiddp.mpi.errors cimport check, check_errno
 from mpiddp.system.posix cimport (
-    CPU_SET, CPU_ZERO, cpu_set_t, create_thread_without_signals, getpid, load, now,
-    pthread_cond_destroy, pthread_cond_init, pthread_cond_signal, pthread_condattr_destroy,
-    pthread_condattr_init, pthread_condattr_setclock, pthread_condattr_t, pthread_join,
-    pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_trylock,
-    pthread_mutex_unlock, pthread_setaffinity_np, store,
+    CPU_SET, CPU_ZERO, cpu_set_t, create_thread_without_signals, getpid, load, now, peek,
+    peek_time, pthread_cond_destroy, pthread_cond_init, pthread_cond_signal,
+    pthread_condattr_destroy, pthread_condattr_init, pthread_condattr_setclock, pthread_condattr_t,
+    pthread_join, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
+    pthread_mutex_trylock, pthread_mutex_unlock, pthread_setaffinity_np, put, store,
 )
 from mpiddp.engine.forks import check as check_process
 from mpiddp.engine.memory import allocate_private
@@ -122,7 +122,7 @@ cdef class Engine:
             RuntimeError: the channel has a job in flight.
         """
         cdef ChannelState **link
-        if channel.state.pending:
+        if peek(&channel.state.pending):
             raise RuntimeError("cannot close a channel with all-reduces in flight")
         pthread_mutex_lock(&self.state.progress_lock)
         pthread_mutex_lock(&self.state.channels_lock)
@@ -154,8 +154,6 @@ cdef class Engine:
         while channel != NULL:
             if channel.transport != NULL and not channel.failure:
                 fail(self.state, channel, code)
-                if channel.failed_call == NULL:  # the transport has called nothing so far
-                    channel.failed_call = "the wait for other ranks"
             channel = channel.next
         pthread_mutex_unlock(&self.state.progress_lock)
 
@@ -170,7 +168,7 @@ cdef class Engine:
             helpers.stop()
             pthread_mutex_lock(&self.state.progress_lock)
             self.state.channels = NULL
-            self.state.pending = 0
+            put(&self.state.pending, 0)
             pthread_mutex_unlock(&self.state.progress_lock)
 
     cdef _start_thread(self):
@@ -214,12 +212,12 @@ cdef class Engine:
         lately something moved after a sleep that a socket ended, and after others.
         """
         return {
-            "submitted": self.state.submitted,
-            "chunks": self.state.chunks,
-            "thread_chunks": self.state.thread_chunks,
-            "naps": self.state.naps,
-            "heard": self.state.heard,
-            "missed": self.state.missed,
+            "submitted": peek(&self.state.submitted),
+            "chunks": peek(&self.state.chunks),
+            "thread_chunks": peek(&self.state.thread_chunks),
+            "naps": peek(&self.state.naps),
+            "heard": peek(&self.state.heard),
+            "missed": peek(&self.state.missed),
         }
 
     def progress(self):
@@ -240,19 +238,19 @@ cdef class Channel:
     @property
     def idle(self):
         """Whether everything submitted here is done and nothing has failed."""
-        return self.state.pending == 0 and not self.state.failure
+        return peek(&self.state.pending) == 0 and not load(&self.state.failure)
 
     cdef int submit(self, Job *job) except -1:
         """Queue `job`; its memory belongs to the engine until it is done."""
         cdef EngineState *state = self.engine.state
         if is_child():
             check_process("an all-reduce of gradients")
-        if self.state.failure:
+        if load(&self.state.failure):
             self._raise_failure()
         if self.closed:
             raise RuntimeError("the process group of this module has been destroyed")
         if self.state.transport == NULL or not self.state.transport.quiet:
-            state.submitted += 1
+            put(&state.submitted, state.submitted + 1)
         if self.state.transport == NULL or job.count == 0:
             note_end(job, now())
             store(&job.done, 1)
@@ -296,13 +294,13 @@ cdef class Channel:
             while not ended:
                 until = deadline
                 if patience:
-                    until = max(deadline, channel.last_progress) + patience
+                    until = max(deadline, peek_time(&channel.last_progress)) + patience
                 with nogil:
                     ended = drive(state, channel, job, min(until, now() + SIGNAL_CHECK), served)
                 if not ended:
                     PyErr_CheckSignals()
                     if patience:
-                        until = max(deadline, channel.last_progress) + patience
+                        until = max(deadline, peek_time(&channel.last_progress)) + patience
                     if now() > until:
                         return WAIT_TIMED_OUT
         finally:
@@ -311,13 +309,13 @@ cdef class Channel:
             if state.asleep and state.pending:
                 pthread_cond_signal(&state.wake)
             pthread_mutex_unlock(&state.channels_lock)
-        if channel.failure:
+        if load(&channel.failure):
             self._raise_failure()
         return WAIT_DONE
 
     cdef void poke(self) noexcept nogil:
         """Take one step of progress if no engine thread does."""
-        if self.state.pending and not (
+        if peek(&self.state.pending) and not (
             self.engine.state.running and self.state.transport.wants_thread
         ):
             self.engine.step()

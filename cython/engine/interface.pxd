@@ -2,7 +2,8 @@
 
 from mpiddp.system.kernels cimport ElementType
 from mpiddp.system.posix cimport (
-    pthread_cond_t, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock, pthread_t,
+    peek_id, pthread_cond_t, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock, pthread_t,
+    put, put_time, store,
 )
 
 
@@ -90,10 +91,10 @@ cdef struct ChannelState:
     Job *slot_job[MAX_SLOTS]
     size_t slot_count[MAX_SLOTS]
     size_t slots_used
-    size_t pending          # jobs submitted and not done
-    int failure             # first MPI error code, 0 while all is well
+    size_t pending          # jobs submitted and not done; peek
+    int failure             # first MPI error code, 0 while all is well; load
     const char *failed_call
-    double last_progress    # seconds on the monotonic clock
+    double last_progress    # seconds on the monotonic clock; peek_time
     ChannelState *next
 
 
@@ -108,9 +109,9 @@ cdef struct EngineState:
     int asleep                      # it sleeps until woken; a nap does not count
     int listening                   # it naps until a socket has news, see Note [Woken by sockets]
     double alert_until              # until then, after a quiet job, it naps instead of sleeping
-    size_t pending                  # jobs submitted and not done, all channels
+    size_t pending                  # jobs submitted and not done, all channels; peek
     ChannelState *channels
-    size_t submitted                # the rest: counters, for tests and debugging
+    size_t submitted                # the rest: counters, for tests and debugging; peek
     size_t chunks
     size_t naps
     size_t thread_chunks
@@ -120,15 +121,22 @@ cdef struct EngineState:
 
 
 cdef inline void note_end(Job *job, double time) noexcept nogil:
-    if job.record != NULL and job.record.id == job.record_id:
-        job.record.ended = time
+    if job.record != NULL and peek_id(&job.record.id) == job.record_id:
+        put_time(&job.record.ended, time)
+
+
+cdef inline void count_chunk(EngineState *state) noexcept nogil:
+    put(&state.chunks, state.chunks + 1)
+    put(&state.thread_chunks, state.thread_chunks + state.on_thread)
 
 
 cdef inline void fail(EngineState *state, ChannelState *channel, int code) noexcept nogil:
     channel.failed_call = channel.transport.call
-    channel.failure = code
+    if channel.failed_call == NULL:  # it has called nothing so far
+        channel.failed_call = "the wait for other ranks"
+    store(&channel.failure, code)
     if channel.transport.wants_thread:
         # Its jobs move no more: the engine's thread need not look for them.
         pthread_mutex_lock(&state.channels_lock)
-        state.pending -= channel.pending
+        put(&state.pending, state.pending - channel.pending)
         pthread_mutex_unlock(&state.channels_lock)

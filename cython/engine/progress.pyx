@@ -27,13 +27,13 @@ from mpi4py.libmpi cimport MPI_SUCCESS
 
 from mpiddp.engine.chunks cimport move_chunks
 from mpiddp.engine.interface cimport (
-    ADVANCE_BLOCKED, ADVANCE_DONE, ADVANCE_FAILED, ADVANCE_PENDING, Advance, Transport, fail,
-    note_end,
+    ADVANCE_BLOCKED, ADVANCE_DONE, ADVANCE_FAILED, ADVANCE_PENDING, Advance, Transport, count_chunk,
+    fail, note_end,
 )
 from mpiddp.system.posix cimport (
-    ask_for_slices, load, name_thread, now, processor_time, pthread_cond_signal,
-    pthread_cond_wait, pthread_mutex_lock, pthread_mutex_trylock, pthread_mutex_unlock,
-    sched_yield, store, wait_for_signal,
+    ask_for_slices, load, name_thread, now, peek, processor_time, pthread_cond_signal,
+    pthread_cond_wait, pthread_mutex_lock, pthread_mutex_trylock, pthread_mutex_unlock, put,
+    put_time, sched_yield, store, wait_for_signal,
 )
 from mpiddp.system.sockets cimport has_sockets, interrupt, listen
 from mpiddp.system.waiting cimport SPIN, YIELD, give_way, sleep_after
@@ -64,7 +64,7 @@ cdef enum:
 
 
 cdef int hears(EngineState *state) noexcept nogil:
-    return state.heard >= state.missed + BELIEVED
+    return peek(&state.heard) >= peek(&state.missed) + BELIEVED
 
 
 cdef int step_after_sleep(EngineState *state, int helping, int news) noexcept nogil:
@@ -81,12 +81,12 @@ cdef void learn(EngineState *state, int told) noexcept nogil:
     The caller holds `progress_lock`.
     """
     if told:
-        state.heard += 1
+        put(&state.heard, state.heard + 1)
     else:
-        state.missed += 1
+        put(&state.missed, state.missed + 1)
     if state.heard + state.missed == REMEMBERED:
-        state.heard //= 2
-        state.missed //= 2
+        put(&state.heard, state.heard // 2)
+        put(&state.missed, state.missed // 2)
 
 
 cdef void wake_thread(EngineState *state) noexcept nogil:
@@ -146,15 +146,14 @@ cdef int advance_jobs(EngineState *state, ChannelState *channel, int helping) no
                 previous.next = following
             if following == NULL:
                 channel.tail = previous
-            channel.pending -= 1
+            put(&channel.pending, channel.pending - 1)
             if transport.wants_thread:
-                state.pending -= 1
+                put(&state.pending, state.pending - 1)
         pthread_mutex_unlock(&state.channels_lock)
         if status == ADVANCE_DONE:
-            channel.last_progress = now()
+            put_time(&channel.last_progress, now())
             if not transport.quiet:
-                state.chunks += 1
-                state.thread_chunks += state.on_thread
+                count_chunk(state)
             note_end(job, channel.last_progress)
             store(&job.done, 1)
             if transport.finished != NULL:
@@ -171,7 +170,7 @@ cdef int step_channels(EngineState *state, int helping) noexcept nogil:
     cdef ChannelState *channel = state.channels
     cdef int advanced = 0
     while channel != NULL:
-        if channel.pending and not channel.failure:
+        if peek(&channel.pending) and not channel.failure:
             if channel.transport.advance != NULL:
                 advanced += advance_jobs(state, channel, helping)
             else:
@@ -194,9 +193,9 @@ cdef void enqueue(EngineState *state, ChannelState *channel, Job *job) noexcept 
     else:
         channel.tail.next = job
     channel.tail = job
-    channel.pending += 1
+    put(&channel.pending, channel.pending + 1)
     if transport.wants_thread:
-        state.pending += 1
+        put(&state.pending, state.pending + 1)
         if transport.quiet:
             state.alert_until = now() + ALERT
         if state.running and not state.waiters and (state.asleep or not transport.quiet):
@@ -251,7 +250,7 @@ cdef void *engine_thread(void *argument) noexcept nogil:
         ran = running
         pthread_mutex_lock(&state.channels_lock)
         if not state.stop and not state.waiters:
-            state.naps += 1
+            put(&state.naps, state.naps + 1)
             news = nap_for(state, nap)
     pthread_mutex_unlock(&state.channels_lock)
     return NULL
@@ -264,7 +263,7 @@ cdef int relax(
 
     Return HAS_LISTENED if that was to sockets, with HAS_NEWS if one had news, else 0.
     """
-    if transport.sleep != NULL and (served or not state.pending):
+    if transport.sleep != NULL and (served or not peek(&state.pending)):
         # Messages are none or not this thread's: another rank's bell is all that it waits for.
         if transport.crowded or idle > SPIN_BEFORE_SLEEP:
             transport.sleep(transport, ticket, SIGNAL_CHECK)
@@ -286,7 +285,7 @@ cdef int drive(
     cdef unsigned long long slices = 0
     cdef unsigned int ticket = 0
     cdef int advanced, sleep = 0, told = 0, asked = False
-    while not load(&job.done) and not channel.failure:
+    while not load(&job.done) and not load(&channel.failure):
         if transport.take_ticket != NULL:
             ticket = transport.take_ticket(transport)
         # If another thread holds the lock, nothing was tested here: do not sleep.
@@ -308,10 +307,10 @@ cdef int drive(
         if advanced:
             idle_since = time
             continue
-        if state.pending and not asked:
+        if peek(&state.pending) and not asked:
             slices = ask_for_slices(SLICE_NANOSECONDS)
             asked = True
         sleep = relax(state, transport, ticket, time - idle_since, served)
     if asked:
         ask_for_slices(slices)
-    return load(&job.done) or channel.failure
+    return load(&job.done) or load(&channel.failure)

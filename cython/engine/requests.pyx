@@ -162,7 +162,11 @@ cdef class Requests:
     @property
     def ticket(self):
         """For `watch`: how many requests have finished by now."""
-        return self.state.finished
+        cdef unsigned int ticket
+        pthread_mutex_lock(&self.state.lock)
+        ticket = self.state.finished
+        pthread_mutex_unlock(&self.state.lock)
+        return ticket
 
     @property
     def address(self):

@@ -23,7 +23,7 @@ from mpiddp.engine.requests cimport Pending
 from mpiddp.system.kernels cimport (
     ELEMENT_BFLOAT16, ELEMENT_FLOAT16, ELEMENT_FLOAT32, ELEMENT_FLOAT64,
 )
-from mpiddp.system.posix cimport now
+from mpiddp.system.posix cimport now, peek_time, put_id, put_time
 
 
 cdef extern from *:
@@ -149,8 +149,8 @@ cdef void _keep(PyObject **place, PyObject *value) noexcept:
 cdef Record *_new_record(int source, long long number) noexcept:
     global next_id
     cdef Record *record = &records[next_id % capacity]
-    record.job.id = next_id
-    record.job.ended = 0
+    put_id(&record.job.id, next_id)
+    put_time(&record.job.ended, 0)
     record.source = source
     record.number = number
     record.began = now()
@@ -256,14 +256,14 @@ def ended(long long id_):
     """Record that an operation is complete. Not collective."""
     cdef Record *record = _find(id_)
     if record != NULL:
-        record.job.ended = now()
+        put_time(&record.job.ended, now())
 
 
 def failed(long long id_):
     """Record that nobody waits for an operation any more. Not collective."""
     cdef Record *record = _find(id_)
     if record != NULL:
-        record.job.ended = -1
+        put_time(&record.job.ended, -1)
 
 
 cdef void begin_bucket(
@@ -304,7 +304,7 @@ cdef tuple _told(Record *record):
         dtype = _DTYPES.get(record.element)
     return (
         record.job.id, record.source, record.number, call, record.elements, dtype,
-        record.began, record.started, record.job.ended, record.thread, frames,
+        record.began, record.started, peek_time(&record.job.ended), record.thread, frames,
     )
 
 
@@ -329,7 +329,7 @@ def oldest():
     cdef Record *record
     for id_ in range(max(next_id - capacity, 0), next_id):
         record = &records[id_ % capacity]
-        if record.job.ended == 0 and not record.message:
+        if peek_time(&record.job.ended) == 0 and not record.message:
             return _told(record)
     return None
 
@@ -338,7 +338,7 @@ def under_way():
     """Return how many records have not ended. Not collective."""
     cdef long long place, count = 0
     for place in range(capacity):
-        count += records[place].job.id >= 0 and records[place].job.ended == 0
+        count += records[place].job.id >= 0 and peek_time(&records[place].job.ended) == 0
     return count
 
 

@@ -13,6 +13,7 @@ the process group.
 from mpiddp.engine.progress cimport job_is_done
 from mpiddp.reducer.bucket cimport COUNT, INCOMPLETE, JOINED, MISSED, Bucket, overlaps
 from mpiddp.reducer.state cimport ReducerState
+from mpiddp.system.posix cimport load
 from mpiddp.reducer import sparse
 
 
@@ -126,7 +127,7 @@ def is_done(ReducerState reducer not None):
     for bucket in reducer.buckets:
         if bucket.sparse or bucket.skipped or job_is_done(&bucket.job):
             continue
-        if bucket.channel.state.failure:
+        if load(&bucket.channel.state.failure):
             return True             # `finish` raises it
         bucket.channel.engine.step()
         return False

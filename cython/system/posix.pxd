@@ -56,6 +56,20 @@ cdef extern from *:
     #include <pthread.h>
     static inline int mpiddp_load(const int *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
     static inline void mpiddp_store(int *p, int v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+    static inline size_t mpiddp_peek(const size_t *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+    static inline void mpiddp_put(size_t *p, size_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+    static inline long long mpiddp_peek_id(const long long *p)
+    { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+    static inline void mpiddp_put_id(long long *p, long long v)
+    { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+    static inline double mpiddp_peek_time(const double *p)
+    {
+        double value;
+        __atomic_load(p, &value, __ATOMIC_RELAXED);
+        return value;
+    }
+    static inline void mpiddp_put_time(double *p, double v)
+    { __atomic_store(p, &v, __ATOMIC_RELAXED); }
 
     /* A new thread inherits the signal mask: signals belong to Python's main thread. */
     static inline int mpiddp_create_thread_without_signals(
@@ -108,6 +122,14 @@ cdef extern from *:
     void name_thread "mpiddp_name_thread"(const char *name) noexcept nogil
     int load "mpiddp_load"(const int *) noexcept nogil
     void store "mpiddp_store"(int *, int) noexcept nogil
+    # For a number that one thread changes at a time, and others look at without a lock: they see
+    # the old one or the new one, and nothing about other memory. Plain moves on all processors.
+    size_t peek "mpiddp_peek"(const size_t *) noexcept nogil
+    void put "mpiddp_put"(size_t *, size_t) noexcept nogil
+    long long peek_id "mpiddp_peek_id"(const long long *) noexcept nogil
+    void put_id "mpiddp_put_id"(long long *, long long) noexcept nogil
+    double peek_time "mpiddp_peek_time"(const double *) noexcept nogil
+    void put_time "mpiddp_put_time"(double *, double) noexcept nogil
     int create_thread_without_signals "mpiddp_create_thread_without_signals"(
         pthread_t *, void *(*)(void *) noexcept nogil, void *) nogil
 

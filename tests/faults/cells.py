@@ -207,9 +207,10 @@ def expected(mpi: str, fault: str, moment: str, start: str) -> Cell:
     elif meets and fault in _LIVING:
         limit, said = _TIMEOUT, _WAITED_FOR
     elif meets and fault == "sys-exit" and start != "srun-kill":
-        # Between hosts Open MPI's ranks hear of it as of one that is off.
+        # Between hosts Open MPI's ranks hear of it as of one that is off. MPICH's MPI_Finalize
+        # waits for the others, but not always.
         apart = mpi == "Open MPI" and start in ("mpirun-hosts", "srun")
-        limit, said = _TIMEOUT, _NOTHING if apart else _WAITED_FOR
+        limit, said = _TIMEOUT, _NOTHING if apart else _ENDED_OR_WAITED_FOR
     elif fault == "sys-exit" and start == "mpirun":
         status = "3"
     elif meets and mpi == "MPICH" and fault in ("os-exit", "kill", "segfault"):
