@@ -56,8 +56,10 @@ cdef extern from *:
     #include <pthread.h>
     static inline int mpiddp_load(const int *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
     static inline void mpiddp_store(int *p, int v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-    static inline size_t mpiddp_peek(const size_t *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
-    static inline void mpiddp_put(size_t *p, size_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+    static inline size_t mpiddp_peek(const size_t *p)
+    { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+    static inline void mpiddp_put(size_t *p, size_t v)
+    { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
     static inline long long mpiddp_peek_id(const long long *p)
     { return __atomic_load_n(p, __ATOMIC_RELAXED); }
     static inline void mpiddp_put_id(long long *p, long long v)
