@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -59,7 +60,7 @@ def find_topology(communicator: MPI.Intracomm, cores: Set[int] | None = None) ->
     from mpi4py import MPI
 
     rank = communicator.Get_rank()
-    node = note(communicator.Split_type(MPI.COMM_TYPE_SHARED, key=rank))
+    node = ranks_of_node(communicator)
     try:
         lowest_rank_here = node.allreduce(rank, op=MPI.MIN)
         lowest_ranks = sorted(set(communicator.allgather(lowest_rank_here)))
@@ -102,4 +103,12 @@ def ranks_of_node(communicator: MPI.Comm) -> MPI.Comm:
     """Return a communicator of the ranks that share memory with this one. Collective."""
     from mpi4py import MPI  # initialises MPI, which importing this file must not
 
-    return note(communicator.Split_type(MPI.COMM_TYPE_SHARED, key=communicator.Get_rank()))
+    rank = communicator.Get_rank()
+    node = note(communicator.Split_type(MPI.COMM_TYPE_SHARED, key=rank))
+    hosts = node.allgather(socket.gethostname())
+    if len(set(hosts)) == 1:
+        return node
+    # MPICH 5.0 takes ranks of jobs that have connected for ranks of one node.
+    host = note(node.Split(hosts.index(hosts[node.Get_rank()]), rank))
+    node.Free()
+    return host

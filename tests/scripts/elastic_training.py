@@ -2,10 +2,10 @@
 
     mpirun --with-ft ulfm -n 4 python elastic_training.py STEPS [--kill RANK:SECONDS]
         [--kill-at RANK:STEP] [--options JSON] [--grow STEP:COUNT]
-        [--admit FOLDER]
+        [--admit FOLDER] [--under-way FILE]
 
 SECONDS count from when the rank began the function; a rank of -1 is a process that came later.
-With --admit it trains until another job has come, and STEPS more.
+With --admit it trains until another job has come, and STEPS more. The FILE is made after 20 steps.
 OPTIONS are those of `elastic.run`. Each rank that ends prints a line of JSON.
 """
 
@@ -16,6 +16,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ parser.add_argument("--kill-at", default="-2:0")
 parser.add_argument("--options", type=json.loads, default={})
 parser.add_argument("--grow", default="-1:0")
 parser.add_argument("--admit")
+parser.add_argument("--under-way", type=Path)
 arguments = parser.parse_args()
 STEPS = arguments.steps
 KILLS = {int(rank): float(after) for rank, _, after in (a.partition(":") for a in arguments.kill)}
@@ -83,6 +85,8 @@ def train(state):
             state.sampler.record_batch(number, 8)
             state.step += 1
             state.commit()
+            if arguments.under_way and state.step == 20:
+                arguments.under_way.touch()
             if state.step == GROW_AT:
                 elastic.grow(MORE)
             if arguments.admit and state.step % 10 == 0:

@@ -1,0 +1,100 @@
+"""Elastic training between hosts: ranks and hosts that are lost, and a job that comes."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from elastic_runs import OPEN_MPI, needs_ulfm
+from mpirun import find
+from script_runs import SCRIPTS
+from slurm_lab import Hosts, start_hosts
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the lab is made of Linux namespaces"),
+]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with start_hosts(2) as started:
+        yield started
+
+
+def train(hosts: Hosts, where: str, ranks: int, *arguments: str, **env: str) -> "tuple[int, str]":
+    """Run elastic_training.py on hosts, such as "node1:2"; return the status and what it said."""
+    agent = str(hosts.folder / "lab" / "agent")
+    if OPEN_MPI:
+        options = ["--with-ft", "ulfm", "--map-by", "slot", "--host", where]
+        options += ["--prtemca", "plm_ssh_agent", agent]
+    else:
+        options = ["-launcher", "ssh", "-launcher-exec", agent, "-hosts", where]
+    program = [sys.executable, str(SCRIPTS / "elastic_training.py"), *arguments]
+    settings = [f"{name}={value}" for name, value in (env | {"OMP_NUM_THREADS": "1"}).items()]
+    words = ["env", *settings, find(), *options, "-n", str(ranks), *program]
+    done = hosts.try_cluster("run", "head", *words, timeout=150)
+    print(done.stdout, done.stderr)  # pytest shows it when the test fails
+    return done.returncode, done.stdout + done.stderr
+
+
+def ends(said: str) -> "list[dict]":
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+
+
+@needs_ulfm
+def test_all_ranks_of_a_host_are_lost(hosts: Hosts) -> None:
+    status, said = train(hosts, "node1:2,node2:2", 4, "300", "--kill=2:0.5", "--kill=3:0.5")
+    assert status == 0
+    ended = ends(said)
+    assert sorted(each["rank"] for each in ended) == [0, 1]
+    assert len({each["bits"] for each in ended}) == 1
+    assert {each["worlds"][-1][0] for each in ended} == {2}
+    assert {each["steps"] for each in ended} == {300}
+
+
+@needs_ulfm
+def test_a_host_that_is_switched_off_ends_the_job(hosts: Hosts) -> None:
+    """Open MPI's launcher ends it (docs/how-to/elastic.md); the others do not wait for ever."""
+    under_way = hosts.folder / "under way"
+
+    def switch_off() -> float:
+        while not under_way.exists():
+            time.sleep(0.1)
+        hosts.cluster("off", "node2")
+        return time.monotonic()
+
+    with ThreadPoolExecutor(1) as thread:
+        off = thread.submit(switch_off)
+        _, said = train(hosts, "node1:2,node2:2", 4, "1000000", "--under-way", str(under_way))
+        ended = time.monotonic()
+        assert ended - off.result(timeout=10) < 30
+    hosts.cluster("on", "node2")
+    assert ends(said) == []
+    assert "PRTE has lost communication with a remote daemon" in said
+
+
+@pytest.mark.skipif(OPEN_MPI, reason="Open MPI connects no jobs of two mpiruns")
+def test_a_job_comes_from_another_host(hosts: Hosts) -> None:
+    script = [str(SCRIPTS / "elastic_training.py"), "50", "--admit", str(hosts.folder / "meeting")]
+
+    def job(node: str, **env: str) -> "list[dict]":
+        options = [
+            f"--nodelist={node}",
+            f"--export={','.join(['ALL', *map('='.join, env.items())])}",
+        ]
+        done = hosts.srun(*script, ranks=2, nodes=1, options=options, timeout=100)
+        assert done.returncode == 0
+        assert "cannot share memory" not in done.stderr  # each knows its node
+        return ends(done.stdout)
+
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(job, "node1")
+        come = job("node2", MPIDDP_JOIN=str(hosts.folder / "meeting"))
+        ended = first.result(timeout=100) + come
+    assert [len(each["worlds"]) for each in ended] == [2, 2, 1, 1]
+    assert {each["worlds"][-1][0] for each in ended} == {4}
+    assert len({each["bits"] for each in ended}) == 1
