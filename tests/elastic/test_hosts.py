@@ -1,6 +1,7 @@
 """Elastic training between hosts: ranks and hosts that are lost, and a job that comes."""
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -74,7 +75,8 @@ def test_a_host_that_is_switched_off_ends_the_job(hosts: Hosts) -> None:
         assert ended - off.result(timeout=10) < 30
     hosts.cluster("on", "node2")
     assert ends(said) == []
-    assert "PRTE has lost communication with a remote daemon" in said
+    # Its launch agent ends with the host (tests/lab): mpirun says what it has noticed first.
+    assert re.search(r"lost communication with a remote daemon|daemon failed to report back", said)
 
 
 @pytest.mark.skipif(OPEN_MPI, reason="Open MPI connects no jobs of two mpiruns")

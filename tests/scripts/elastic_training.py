@@ -50,6 +50,7 @@ def kill_after(seconds: float) -> None:
 
 
 torch.set_num_threads(1)
+torch.set_default_dtype(torch.float64)  # so that what is learned can be compared, see learned()
 torch.manual_seed(START + 1)
 mpiddp.init_process_group()
 model = torch.nn.Sequential(

@@ -2,9 +2,11 @@
 
 import json
 import subprocess
+from collections.abc import Sequence
 
 import mpirun
 import pytest
+import torch
 from script_runs import SCRIPTS
 
 import mpiddp
@@ -37,3 +39,44 @@ def said(done: "subprocess.CompletedProcess[str]") -> "list[dict]":
     ended = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len({each["bits"] for each in ended}) == 1
     return sorted(ended, key=lambda each: each["rank"])
+
+
+def learned(worlds: Sequence[Sequence[int]], steps: int) -> float:
+    """Return the loss of elastic_training.py's steps, without a loss of ranks and without MPI.
+
+    Args:
+        worlds: numbers of ranks, and the step from which there are so many.
+        steps: how many there are.
+    """
+    torch.manual_seed(1)  # of rank 0, which has given the others its state
+    double = {"dtype": torch.float64}
+    model = torch.nn.Sequential(
+        torch.nn.Linear(32, 64, **double),
+        torch.nn.BatchNorm1d(64, **double),
+        torch.nn.ReLU(),
+        torch.nn.Linear(64, 1, **double),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = torch.randn(512, 32, generator=torch.Generator().manual_seed(0), **double)
+
+    def loss(batch: torch.Tensor) -> torch.Tensor:
+        return (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+    step = epoch = consumed = 0
+    for (ranks, _), (_, until) in zip(worlds, [*worlds[1:], (0, steps)], strict=True):
+        before, batch = consumed, 0
+        while step < until:
+            order = torch.randperm(512, generator=torch.Generator().manual_seed(epoch)).tolist()
+            rest = order[before:]
+            each = -(-len(rest) // ranks)
+            if batch * 8 >= each:
+                before, batch, epoch = 0, 0, epoch + 1
+                continue
+            dealt = (rest * (1 + ranks))[: each * ranks]
+            optimizer.zero_grad()
+            for rank in range(ranks):
+                (loss(data[dealt[rank::ranks][batch * 8 :][:8]]) / ranks).backward()
+            optimizer.step()
+            step, batch = step + 1, batch + 1
+            consumed = min(before + min(batch * 8, each) * ranks, 512)
+    return loss(data).item()
