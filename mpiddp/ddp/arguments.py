@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from mpiddp.gpu.runtime import runtime_of
+from mpiddp.mpi import losses
 from mpiddp.reducer.bucket import supported_dtypes
 
 _FLAGS = (
@@ -135,6 +136,11 @@ def check_shared_parameters(module: torch.nn.Module, arguments: Mapping[str, Any
     ):
         if arguments[name]:
             raise ValueError(f"shared_parameters does not work together with {name}")
+    if losses.can_go_on():
+        raise ValueError(
+            "shared_parameters does not work together with `mpirun --with-ft ulfm`: a rank that is "
+            "lost in its step leaves the others with parameters of which some parts are stepped"
+        )
     for name, parameter in module.named_parameters():
         if parameter.device.type != "cpu":
             raise ValueError(
@@ -147,6 +153,13 @@ def check_shared_parameters(module: torch.nn.Module, arguments: Mapping[str, Any
                 f"parameter {name} has"
             )
     for name, layer in module.named_modules():
+        if getattr(layer, "max_norm", None) is not None and isinstance(
+            layer, torch.nn.Embedding | torch.nn.EmbeddingBag
+        ):
+            raise ValueError(
+                f"shared_parameters does not work together with max_norm, which changes the "
+                f"parameters of {name or 'the module'} in forward, on each rank"
+            )
         if getattr(layer, "sparse", False) and isinstance(
             layer, torch.nn.Embedding | torch.nn.EmbeddingBag
         ):

@@ -48,9 +48,15 @@ class ParameterSharing(TorchWrapper):
         nothing.
 
         Raises:
-            RuntimeError: another rank raised in it, or did not come.
+            RuntimeError: another rank raised in it, or did not come; or parameters are shared, and
+                this is within join(), where other ranks may be without inputs.
         """
         shared = self._shared_parameters
+        if shared is not None and self._join_config.enable:
+            raise RuntimeError(
+                f"rank {self.process_group.rank()}: writing() changes parameters on all ranks, and "
+                f"within join() some may be without inputs: do it before or after"
+            )
         return nullcontext() if shared is None else shared.writing()
 
     def named_parameters(
@@ -75,7 +81,7 @@ class ParameterSharing(TorchWrapper):
         """Complete gradients that will be added to. Overrides torch's method of this name."""
         output = super()._post_forward(output)
         if self._shared_parameters is not None and torch.is_grad_enabled():
-            self._shared_parameters.watch(_find_tensors(output))
+            self._shared_parameters.watch(_find_tensors(output), self._join_config.enable)
         return output
 
 
@@ -106,12 +112,13 @@ class _ModuleHook:
 
 
 def _install_hooks(module: torch.nn.Module, shared: SharedParameters) -> None:
-    """Let a module that is used without its wrapper wait, too."""
-    loading = _Loading()
+    """Let a module, or a part of it, that is used without its wrapper wait, too."""
     module.register_forward_pre_hook(_ModuleHook(shared, SharedParameters.wait))
-    module.register_state_dict_pre_hook(_ModuleHook(shared, SharedParameters.wait))
-    module._register_load_state_dict_pre_hook(_ModuleHook(shared, loading.begin))
-    module.register_load_state_dict_post_hook(_ModuleHook(shared, loading.end))
+    for part in module.modules():
+        loading = _Loading()
+        part.register_state_dict_pre_hook(_ModuleHook(shared, SharedParameters.wait))
+        part._register_load_state_dict_pre_hook(_ModuleHook(shared, loading.begin))
+        part.register_load_state_dict_post_hook(_ModuleHook(shared, loading.end))
 
 
 class _Loading:

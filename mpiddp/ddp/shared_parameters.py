@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpiddp import settings
+from mpiddp.ddp import shared_reads
 from mpiddp.ddp.node_parts import BucketLayout, lay_out
 from mpiddp.engine import forks
 from mpiddp.mpi import nodes
@@ -38,6 +39,9 @@ from mpiddp.reducer.bucket import view_like
 from mpiddp.transports.node_meeting import NodeMeeting
 from mpiddp.transports.shared import SharedBuckets
 from mpiddp.transports.shared_memory import Mapping, allocate_common
+
+# Takes what to do and its arguments; returns whether the step has ended with it.
+Follower = Callable[[str, tuple[Any, ...]], bool]
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -78,11 +82,12 @@ class SharedParameters:
             faulthandler.enable()  # says in which line a page was written that must not be
         self._pending = False
         self._writing = False
-        self._means_to_owners = False
+        # Whether some NodeOptimizer wants that, and none wants whole means.
+        self._means_to_owners: bool | None = None
         self._bound: list[Any] | None = None
         self._whole_at = [0] * len(self.parameters)
-        # Called where a rank without inputs must step with the others, see UnevenInputs.
-        self.followers: list[weakref.WeakMethod[Callable[[], None]]] = []
+        # Do on a rank without inputs what an optimizer does on the others, see UnevenInputs.
+        self.followers: list[weakref.WeakMethod[Follower]] = []
         with self._node() as node:
             self._meeting = NodeMeeting(node, crowded=nodes.is_crowded(node))
             self._ranks: list[int] = node.allgather(group.rank())
@@ -203,6 +208,7 @@ class SharedParameters:
         if self._pending:
             self._wait("the optimizer's step")
             self._pending = False
+            shared_reads.end(self)
         self._check()
 
     def check_unwritten(self) -> None:
@@ -261,6 +267,7 @@ class SharedParameters:
         self._note_versions()
         self._meeting.arrive()
         self._pending = True
+        shared_reads.begin(self)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -323,22 +330,38 @@ class SharedParameters:
 
     def step_for_others(self) -> None:
         """Step this rank's part where it has no inputs any more. Collective with their step."""
-        for reference in self.followers:
-            follow = reference()
-            if follow is not None:
-                follow()
+        left = {number for number, each in enumerate(self.followers) if each() is not None}
+        nothing: Any = None
+        while left:
+            told = self.group.allgather_objects(nothing)
+            number, what, arguments = next(each for each in told if each is not None)
+            follow = self.followers[number]()
+            if follow is not None and follow(what, arguments):
+                left.discard(number)
 
-    def tell_all(self, value: object) -> list[Any]:
-        """Return the value of each rank of all nodes, by rank. Collective."""
-        return self.group.allgather_objects(value)
+    def tell_followers(self, number: int, what: str, arguments: tuple[Any, ...]) -> None:
+        """Let ranks without inputs do what this rank will do. Collective.
+
+        Args:
+            number: of the follower.
+            what: to do.
+            arguments: for it.
+        """
+        self.group.allgather_objects((number, what, arguments))
 
     # Gradients, see Note [Partial means].
 
-    def send_means_to_owners(self) -> None:
-        """Write means only where they are stepped, if the transport can. Collective."""
-        self._means_to_owners = True
-        self._whole_at = [self.reducer.reductions] * len(self.parameters)
+    def send_means_to_owners(self, wanted: bool) -> None:
+        """Write means only where they are stepped, if the transport can. Collective.
+
+        Args:
+            wanted: False: whole means from now on, also if that was called before, or is later.
+        """
+        self.complete()
+        self._means_to_owners = wanted and self._means_to_owners is not False
+        self._bound = None
         self.bind()
+        self.note_whole(range(len(self.parameters)))
         self._meet("construction of a NodeOptimizer")
 
     def bind(self) -> bool:
@@ -349,14 +372,13 @@ class SharedParameters:
         self._bound = buckets
         owners = _owner_of_memory(buckets)
         self.sends_to_owners = (
-            self._means_to_owners
+            bool(self._means_to_owners)
             and owners is not None
             and all(bucket.gradient_buffer is None for bucket in buckets)
         )
-        if owners is not None and self.sends_to_owners:
-            owners.send_to_owners(
-                [layout.elements * layout.dtype.itemsize for layout in self.layouts]
-            )
+        if owners is not None:
+            owned = [layout.elements * layout.dtype.itemsize for layout in self.layouts]
+            owners.send_to_owners(owned if self.sends_to_owners else [0] * len(owned))
         return True
 
     def note_whole(self, indices: Iterable[int]) -> None:
@@ -375,9 +397,13 @@ class SharedParameters:
             )
         )
 
-    def complete(self) -> None:
-        """Bring the means of other ranks' parts into ``.grad``. Collective."""
-        if not self.has_partial_means():
+    def complete(self, always: bool = False) -> None:
+        """Bring the means of other ranks' parts into ``.grad``. Collective.
+
+        Args:
+            always: also where this rank needs none, because others do.
+        """
+        if not always and not self.has_partial_means():
             return
         self._meet("gradients()")
         for number, (bucket, layout) in enumerate(
@@ -392,15 +418,26 @@ class SharedParameters:
         self._meet("gradients()")
         self.note_whole(range(len(self.parameters)))
 
-    def watch(self, outputs: Iterable[torch.Tensor]) -> None:
+    def watch(self, outputs: Iterable[torch.Tensor], uneven: bool) -> None:
         """Complete gradients when a backward from `outputs` begins to add to them.
 
         Not collective; the backward is.
+
+        Args:
+            outputs: of the forward.
+            uneven: whether other ranks may be without inputs by now, within join().
         """
         if not self.has_partial_means():
             return
 
         def complete(gradient: torch.Tensor) -> None:
+            if uneven and self.has_partial_means():
+                raise RuntimeError(
+                    f"rank {self.group.rank()}: this backward adds to gradients that are means "
+                    f"only where this rank steps, and within join() other ranks may be without "
+                    f"inputs: call zero_grad before it, or use "
+                    f"NodeOptimizer(..., whole_gradients=True)"
+                )
             self.complete()
 
         for output in outputs:

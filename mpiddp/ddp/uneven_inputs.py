@@ -5,6 +5,8 @@ See joined.pyx. The rest of join() is torch's.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 
@@ -46,5 +48,6 @@ class UnevenInputs(ParameterSharing):
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         """Copy the last joiner's model to all. Collective. Overrides torch's method."""
         joined.finish(self.reducer)
-        with self.writing():
+        shared = self._shared_parameters
+        with nullcontext() if shared is None else shared.writing():
             super()._sync_final_model(is_last_joiner)

@@ -12,10 +12,12 @@ import torch
 
 Maker = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
 
-# A tensor of two dimensions, whose rows and columns an optimizer might treat as such.
+# Tensors of two dimensions, whose rows and columns an optimizer might treat as such: Adafactor-like
+# ones do so from a size on (128).
 _SHAPE = (4, 6)
-# Where it is cut. The parts are stepped by two optimizers, so neither knows all of it.
-_FIRST, _SECOND = 5, 17
+_LARGE = (130, 129)
+# Largest gradients in them: an optimizer that clips its gradients does so above some norm.
+_LARGEST, _LARGEST_16_BITS = 1e5, 50.0
 _STEPS = 3
 
 
@@ -49,28 +51,22 @@ def find_state(make: Maker, dtype: torch.dtype, name: str) -> dict[str, StateKin
     Raises:
         TypeError: it does not treat each element by itself.
     """
-    start = torch.linspace(-1, 1, 24, dtype=torch.float64).to(dtype)
-    whole = start.clone().view(_SHAPE)
-    parts = [start[:_FIRST].clone(), start[_FIRST:_SECOND].clone(), start[_SECOND:].clone()]
+    largest = _LARGEST_16_BITS if dtype.itemsize == 2 else _LARGEST
     try:
         with torch.random.fork_rng(devices=[]):
-            optimizer = _trained(make, [whole], [0])
-            _trained(make, parts[:2], [0, _FIRST])
-            _trained(make, parts[2:], [_SECOND])
+            state, alike = _try(make, dtype, _SHAPE, 40.0)
+            alike = alike and _try(make, dtype, _LARGE, largest)[1]
     except Exception as error:
         raise TypeError(
             f"NodeOptimizer steps parts of parameters, which {name} does not: {error}"
         ) from error
-    tolerance = 1e-12 if dtype in (torch.float64, torch.complex128) else 1e-5
-    if dtype.itemsize == 2:
-        tolerance = 1e-2
-    if not torch.allclose(whole.flatten(), torch.cat(parts), rtol=tolerance, atol=tolerance):
+    if not alike:
         raise TypeError(
             f"NodeOptimizer steps parts of parameters, and {name} is not elementwise: with these "
             f"settings a part of a parameter steps otherwise than in the whole"
         )
     kinds = {}
-    for key, value in optimizer.state[whole].items():
+    for key, value in state.items():
         kind = _kind_of(value)
         if kind is None:
             raise TypeError(
@@ -81,17 +77,43 @@ def find_state(make: Maker, dtype: torch.dtype, name: str) -> dict[str, StateKin
     return kinds
 
 
+def _try(
+    make: Maker, dtype: torch.dtype, shape: tuple[int, int], largest: float
+) -> tuple[dict[str, object], bool]:
+    """Step a tensor of this shape, and its parts.
+
+    Returns:
+        what the optimizer keeps of the whole, and whether the parts have become what it has.
+    """
+    numbers = torch.linspace(-1, 1, shape[0] * shape[1], dtype=torch.float64)
+    start = numbers.to(dtype)
+    whole = start.clone().view(shape)
+    first, second = start.numel() // 5 + 1, start.numel() * 7 // 10 + 1
+    parts = [start[:first].clone(), start[first:second].clone(), start[second:].clone()]
+    # From small to large, of both signs, and each element its own.
+    gradients = (numbers.pow(3) * largest).to(dtype)
+    optimizer = _trained(make, [whole], [gradients])
+    # By two optimizers, so neither knows all of it.
+    _trained(make, parts[:2], [gradients[:first], gradients[first:second]])
+    _trained(make, parts[2:], [gradients[second:]])
+    tolerance = 1e-12 if dtype in (torch.float64, torch.complex128) else 1e-5
+    if dtype.itemsize == 2:
+        tolerance = 1e-2
+    joined = torch.cat(parts)
+    alike = torch.allclose(
+        whole.flatten(), joined, rtol=tolerance, atol=tolerance, equal_nan=True
+    )
+    return optimizer.state[whole], alike
+
+
 def _trained(
-    make: Maker, tensors: Sequence[torch.Tensor], firsts: Sequence[int]
+    make: Maker, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """Return an optimizer that has stepped tensors; each begins with element number `first`."""
+    """Return an optimizer that has stepped tensors some times, each with another gradient."""
     optimizer = make(tensors)
     for step in range(_STEPS):
-        for tensor, first in zip(tensors, firsts, strict=True):
-            # Large and small ones, and each element its own.
-            numbers = torch.arange(first, first + tensor.numel(), dtype=torch.float64)
-            gradient = (numbers - 8).pow(3) / 100 + step
-            tensor.grad = gradient.to(tensor.dtype).view(tensor.shape)
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            tensor.grad = (gradient + step).view(tensor.shape)
         optimizer.step()
     return optimizer
 

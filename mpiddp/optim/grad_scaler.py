@@ -18,15 +18,24 @@ def install(optimizer_class: type[Any]) -> None:
     """Let every `torch.amp.GradScaler` ask an optimizer of this class. Not collective.
 
     Args:
-        optimizer_class: has a method `agree_on_overflow`.
+        optimizer_class: has methods `agree_on_overflow` and `skip_step`.
     """
     scaler: Any = torch.amp.GradScaler
-    torchs: Callable[..., Any] = scaler._unscale_grads_
+    unscale: Callable[..., Any] = scaler._unscale_grads_
+    maybe_step: Callable[..., Any] = scaler._maybe_opt_step
 
-    def _unscale_grads_(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        found = torchs(self, optimizer, *args, **kwargs)
+    def _unscale_grads_(self: Any, optimizer: Any, inv_scale: Any, *args: Any) -> Any:
+        found = unscale(self, optimizer, inv_scale, *args)
         if isinstance(optimizer, optimizer_class):
-            optimizer.agree_on_overflow(found.values())
+            optimizer.agree_on_overflow(found.values(), inv_scale.item())
         return found
 
+    def _maybe_opt_step(self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(optimizer, optimizer_class) and any(
+            found.item() for found in state["found_inf_per_device"].values()
+        ):
+            optimizer.skip_step()
+        return maybe_step(self, optimizer, state, *args, **kwargs)
+
     scaler._unscale_grads_ = _unscale_grads_
+    scaler._maybe_opt_step = _maybe_opt_step

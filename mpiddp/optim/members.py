@@ -68,7 +68,9 @@ class Member:
         """Let the slices have a gradient if the parameter has one. Not collective."""
         gradient = self.tensor.grad
         if gradient is not None and gradient.data_ptr() != self.address:
-            self.view.copy_(gradient)  # the user has replaced it
+            # The user has replaced it; what is scaled from now on is what is stepped.
+            self.view.copy_(gradient)
+            self.tensor.grad = self.view.detach()
         if self.has_gradient != (gradient is not None):
             self.has_gradient = gradient is not None
             self.show_gradient()

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable
 
 from mpiddp.ddp import node_parts
 from mpiddp.ddp.shared_parameters import SharedParameters
 from mpiddp.ddp.wrapper import DistributedDataParallel
-from mpiddp.optim import grad_scaler
+from mpiddp.optim import grad_scaler, uneven_steps
 from mpiddp.optim.elementwise import StateKind, find_state
 from mpiddp.optim.members import Member, OwnSlice
 from mpiddp.optim.state_memory import StateMemory
@@ -29,7 +29,7 @@ from mpiddp.optim.state_memory import StateMemory
 BLOCK_BYTES = 1 << 19
 
 
-class NodeOptimizer(torch.optim.Optimizer, Joinable):
+class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
     """Step each parameter of a node once, in place, for all ranks of the node.
 
     Collective: all ranks of the model's process group construct it, and step it, together. Each
@@ -42,7 +42,8 @@ class NodeOptimizer(torch.optim.Optimizer, Joinable):
     or unless there are several nodes: use `clip_grad_norm_`, `gradient_norm` and `gradients`.
 
     Within ``model.join()`` it steps once after each backward that is reduced, with the settings
-    of a rank that has inputs.
+    of a rank that has inputs. Ranks without inputs follow it, also where the others clip, or a
+    GradScaler skips the step.
 
     Args:
         model: a `mpiddp.DistributedDataParallel` with ``shared_parameters=True``.
@@ -105,9 +106,8 @@ class NodeOptimizer(torch.optim.Optimizer, Joinable):
         self._inner_step: Callable[[Any], Any] = getattr(step, "__wrapped__", step)
         for _, members in made:
             self._begin(members)
-        shared.followers.append(weakref.WeakMethod(self._step_for_others))
-        if not whole_gradients:
-            shared.send_means_to_owners()
+        self._let_follow()
+        shared.send_means_to_owners(not whole_gradients)
         shared.exchange(0)  # what is there from the start is there for all ranks
 
     def __reduce__(self) -> NoReturn:
@@ -133,10 +133,13 @@ class NodeOptimizer(torch.optim.Optimizer, Joinable):
         """Return a group of this rank's slices of the parameters of a group. Collective."""
         shared = self._shared
         members = []
+        found: dict[torch.dtype, dict[str, StateKind]] = {}
         for parameter in group["params"]:
             if id(parameter) in self._indices:
-                index = self._indices[id(parameter)]
-                members.append(Member(index, parameter, self._find_state(group, parameter.dtype)))
+                dtype = parameter.dtype
+                if dtype not in found:
+                    found[dtype] = self._find_state(group, dtype)
+                members.append(Member(self._indices[id(parameter)], parameter, found[dtype]))
             elif id(parameter) not in self._frozen:
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} is not one that the model "
@@ -212,9 +215,7 @@ class NodeOptimizer(torch.optim.Optimizer, Joinable):
         Join.notify_join_context(self)
         self._take_gradients()
         settings = [_settings_of(group) for group in self.param_groups]
-        wrapper = self._wrapper()
-        if wrapper is not None and wrapper._join_config.enable:
-            self._shared.tell_all(settings)
+        self._tell("step", settings)
         with self._shared.stepping():
             self._step_own(settings)
             for outer, inner in zip(self.param_groups, self._inner_groups, strict=True):
@@ -234,35 +235,6 @@ class NodeOptimizer(torch.optim.Optimizer, Joinable):
         self._keep_state(self._members)
         if self._without_state:
             self._show_state([m for m in self._without_state if m.has_gradient])
-
-    def _step_for_others(self) -> None:
-        """Step this rank's part with the means of the others, and with their settings."""
-        told = self._shared.tell_all(None)
-        reducer = self._shared.reducer
-        self._shared.bind()
-        self._bind()
-        for member in self._members:
-            member.has_gradient = reducer.was_used_anywhere(member.index)
-            member.show_gradient()
-        with torch.no_grad(), self._shared.stepping():
-            self._step_own(next(settings for settings in told if settings is not None))
-        self._bind()
-
-    # What Join asks; the model's own hook steps for the others.
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return a hook that does nothing. Not collective."""
-        return JoinHook()
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of Join's own messages."""
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> Any:
-        """The model's process group."""
-        return self._shared.group
 
     def _bind(self) -> None:
         """Give the slices their gradients' memory, if that is new."""
@@ -314,7 +286,9 @@ class NodeOptimizer(torch.optim.Optimizer, Joinable):
         Afterwards each ``.grad`` is the mean as a whole on every rank.
         """
         self._take_gradients()
-        self._shared.complete()
+        if self._shared.has_partial_means():
+            self._tell("complete")
+            self._shared.complete()
         return [parameter.grad for group in self.param_groups for parameter in group["params"]]
 
     @torch.no_grad()
@@ -332,6 +306,10 @@ class NodeOptimizer(torch.optim.Optimizer, Joinable):
         if not norm_type > 0:
             raise ValueError(f"norm_type must be greater than zero, not {norm_type!r}")
         self._take_gradients()
+        self._tell("norm", norm_type)
+        return self._norm(norm_type)
+
+    def _norm(self, norm_type: float) -> torch.Tensor:
         found = self._own_gradients()
         norms = [norm.double() for norm in torch._foreach_norm(found, norm_type)] if found else []
         own = torch.linalg.vector_norm(torch.stack(norms), norm_type).item() if norms else 0.0
@@ -371,8 +349,8 @@ class NodeOptimizer(torch.optim.Optimizer, Joinable):
             found = self._own_gradients()
         else:
             found = [m.view for m in self._members if m.has_gradient]
-        if found:
-            torch._foreach_mul_(found, factor.item())
+        self._tell("scale", factor.item())
+        uneven_steps.scale(found, factor.item())
         return norm
 
     def _own_gradients(self) -> list[torch.Tensor]:
@@ -384,8 +362,17 @@ class NodeOptimizer(torch.optim.Optimizer, Joinable):
             if piece.gradient is not None
         ]
 
-    def agree_on_overflow(self, found: Iterable[torch.Tensor]) -> None:
-        """Let each of these numbers be the largest of the node's ranks. Collective."""
+    def agree_on_overflow(self, found: Iterable[torch.Tensor], scale: float) -> None:
+        """Let each of these numbers be the largest of the node's ranks. Collective.
+
+        Args:
+            found: of a GradScaler, whether some gradient is not finite.
+            scale: with which it has multiplied the gradients.
+        """
+        self._tell("unscale", scale)
+        self._agree_on_overflow(found)
+
+    def _agree_on_overflow(self, found: Iterable[torch.Tensor]) -> None:
         found = list(found)
         worst = max(self._shared.exchange(max((number.item() for number in found), default=0.0)))
         for number in found:

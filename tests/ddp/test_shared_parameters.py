@@ -271,11 +271,19 @@ class TestOnAllRanks:
             (nn.Embedding(3, 3, sparse=True), {}, "dense"),
             (nn.Linear(2, 2), {"skip_all_reduce_unused_params": True}, "skip_all_reduce"),
             (nn.Linear(2, 2), {"mixed_precision": object()}, "mixed_precision"),
+            (nn.Linear(2, 2), {"delay_all_reduce_named_params": [("a", None)]}, "delay_all_reduce"),
+            (nn.Embedding(4, 2, max_norm=1.0), {}, "max_norm, which changes the parameters"),
         ],
     )
     def test_refused(self, module: nn.Module, arguments: dict[str, object], what: str) -> None:
         with together(), pytest.raises(ValueError, match=what):
             DDP(module, shared_parameters=True, **arguments)  # type: ignore[arg-type]
+
+    def test_refused_where_ranks_may_be_lost(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Set by mpirun --with-ft ulfm; nobody else asks here."""
+        monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
+        with together(), pytest.raises(ValueError, match="with-ft ulfm"):
+            make()
 
 
 MEMORY = """

@@ -353,6 +353,39 @@ def test_whole_gradients() -> None:
     optimizer.step()
 
 
+def test_whole_gradients_after_another_optimizer() -> None:
+    """Who wants whole means has them, whatever optimizers the model had before or gets later."""
+    torch.manual_seed(0)
+    model = DDP(wide(), shared_parameters=True)
+    kept = [NodeOptimizer(model, torch.optim.SGD, lr=0.1)]
+    for whole in (True, False):
+        kept.append(NodeOptimizer(model, torch.optim.SGD, lr=0.1, whole_gradients=whole))
+        model.zero_grad()
+        torch.manual_seed(RANK)
+        loss_of(model, torch.randn(3, 30)).backward()
+        assert_same_bits((str(n), p.grad) for n, p in enumerate(model.parameters()))
+
+
+def test_replaced_gradients_are_clipped() -> None:
+    """What is clipped is what is stepped, also where the user has made new gradients."""
+    models = pair(wide, "SGD")
+    for model, optimizer in models:
+        torch.manual_seed(RANK)
+        optimizer.zero_grad()
+        loss_of(model, torch.randn(3, 30)).backward()
+        if isinstance(optimizer, NodeOptimizer):
+            optimizer.gradients()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad * 100
+        if isinstance(optimizer, NodeOptimizer):
+            optimizer.clip_grad_norm_(1.0)
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert_same_parameters(models[1][0], models[0][0], exact=False)
+
+
 def test_gradients_that_are_not_finite() -> None:
     """One element overflows where only one rank sees it: all skip the step, and scale alike."""
     model = DDP(Given(200_000, torch.float32), shared_parameters=True)

@@ -1,0 +1,121 @@
+"""The optimizer's part of join(): what a rank without inputs does when the others step.
+
+Note [Steps without inputs]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Within ``model.join()`` a rank whose inputs have ended still owns a part of the parameters, and has
+the means of its part. After each backward it listens: the others tell what they do with the
+gradients before they do it (a norm, a factor of a clip or of a GradScaler), until they step or say
+that they skip the step. The model's own hook of Join starts it, so the optimizer's does nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.algorithms.join import Joinable, JoinHook
+
+if TYPE_CHECKING:
+    from mpiddp.ddp.shared_parameters import SharedParameters
+    from mpiddp.ddp.wrapper import DistributedDataParallel
+    from mpiddp.optim.members import Member
+
+__all__ = ["UnevenSteps", "scale"]
+
+
+class UnevenSteps(Joinable):
+    """An optimizer that ranks without inputs follow. Collective."""
+
+    _shared: SharedParameters
+    _wrapper: weakref.ref[DistributedDataParallel]
+    _members: list[Member]
+
+    def _let_follow(self) -> None:
+        """Be followed from now on. Collective."""
+        self._number = len(self._shared.followers)
+        # Whether this rank has no inputs, and is in the middle of what the others do.
+        self._follows = False
+        self._shared.followers.append(weakref.WeakMethod(self._follow))
+
+    if TYPE_CHECKING:  # the optimizer's own
+
+        def _bind(self) -> None: ...
+
+        def _step_own(self, settings: Iterable[dict[str, Any]]) -> None: ...
+
+        def _norm(self, norm_type: float) -> torch.Tensor: ...
+
+        def _own_gradients(self) -> list[torch.Tensor]: ...
+
+        def _agree_on_overflow(self, found: Iterable[torch.Tensor]) -> None: ...
+
+    def skip_step(self) -> None:
+        """Let ranks without inputs know that there is no step after this backward.
+
+        Collective within ``model.join()``, elsewhere it does nothing.
+        """
+        self._tell("skip")
+
+    def _tell(self, what: str, *arguments: Any) -> None:
+        """Let ranks without inputs follow, see `_follow`. Collective within ``model.join()``."""
+        wrapper = self._wrapper()
+        if wrapper is not None and wrapper._join_config.enable and not self._follows:
+            self._shared.tell_followers(self._number, what, arguments)
+
+    @torch.no_grad()
+    def _follow(self, what: str, arguments: tuple[Any, ...]) -> bool:
+        """Do on a rank without inputs what the others do, with their means of its own part.
+
+        Collective with that.
+
+        Returns:
+            whether their step has ended.
+        """
+        if not self._follows:
+            reducer = self._shared.reducer
+            self._shared.bind()
+            self._bind()
+            for member in self._members:
+                member.has_gradient = reducer.was_used_anywhere(member.index)
+                member.show_gradient()
+        self._follows = what not in ("step", "skip")
+        if what == "step":
+            with self._shared.stepping():
+                self._step_own(*arguments)
+        elif what == "norm":
+            self._norm(*arguments)
+        elif what == "scale":
+            scale(self._own_gradients(), *arguments)
+        elif what == "unscale":
+            found, own = torch.zeros(1), self._own_gradients()
+            if own:
+                factor = torch.tensor(arguments[0])
+                torch._amp_foreach_non_finite_check_and_unscale_(own, found, factor)
+            self._agree_on_overflow([found])
+        elif what == "complete":
+            self._shared.complete(always=True)
+        if not self._follows:
+            self._bind()
+        return not self._follows
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return a hook that does nothing. Not collective."""
+        return JoinHook()
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of Join's own messages."""
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        """The model's process group."""
+        return self._shared.group
+
+
+def scale(gradients: list[torch.Tensor], factor: float) -> None:
+    """Multiply gradients, if there are any. Not collective."""
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
