@@ -36,6 +36,21 @@ def assert_alike(plain: DDP, shared: DDP) -> None:
             torch.testing.assert_close(own, truth)
 
 
+def test_settings_of_the_others() -> None:
+    """Ranks that have no inputs left step their part with the settings of the others."""
+    models = pair()
+    for model, optimizer in models:
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        with model.join():
+            for step in range(3 + 2 * RANK):
+                torch.manual_seed(100 * step + RANK)
+                optimizer.zero_grad()
+                loss_of(model, torch.randn(3, 30)).backward()
+                optimizer.step()
+                scheduler.step()
+    assert_alike(models[0][0], models[1][0])
+
+
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_clipped(norm_type: float) -> None:
     models = pair()
