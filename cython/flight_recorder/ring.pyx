@@ -109,9 +109,10 @@ _reductions = {}
 def allocate(long long size):
     """Forget all records and make place for `size`; 0: record nothing. Not collective.
 
-    No operation may be under way, and no bucket.
+    No operation may be under way, and no bucket. Ids go on: what has kept one of before may not end
+    another's record.
     """
-    global records, capacity, next_id
+    global records, capacity
     cdef long long place
     cdef Record *old = records
     cdef Record *fresh = NULL
@@ -123,7 +124,6 @@ def allocate(long long size):
             fresh[place].job.id = -1
     size_before, capacity = capacity, 0
     records = fresh
-    next_id = 0
     capacity = max(size, 0)
     for place in range(size_before):
         _forget(&old[place])
@@ -266,6 +266,16 @@ def failed(long long id_):
         put_time(&record.job.ended, -1)
 
 
+def fail_source(int source):
+    """Record that nobody waits any more for what is under way of a source. Not collective."""
+    cdef long long id_
+    cdef Record *record
+    for id_ in range(max(next_id - capacity, 0), next_id):
+        record = _find(id_)
+        if record != NULL and record.source == source and peek_time(&record.job.ended) == 0:
+            put_time(&record.job.ended, -1)
+
+
 cdef void begin_bucket(
     int source, long long number, long long elements, int element, Job *job
 ) noexcept:
@@ -283,6 +293,14 @@ cdef void begin_bucket(
     job.record = &record.job
 
 
+cdef tuple _call_of(Record *record):
+    cdef int index
+    shape = tuple([record.shape[index] for index in range(record.dimensions)])
+    return (
+        <object>record.name, <object>record.detail, <object>record.dtype, shape, record.tensors,
+    )
+
+
 cdef tuple _told(Record *record):
     cdef int index, line
     cdef PyObject *code
@@ -295,11 +313,7 @@ cdef tuple _told(Record *record):
         frames.append((name, (<object>code).co_filename, line))
     call, dtype = None, None
     if record.name != NULL:
-        shape = tuple([record.shape[index] for index in range(record.dimensions)])
-        call = (
-            <object>record.name, <object>record.detail, <object>record.dtype, shape,
-            record.tensors,
-        )
+        call = _call_of(record)
     else:
         dtype = _DTYPES.get(record.element)
     return (
@@ -328,9 +342,24 @@ def oldest():
     cdef long long id_
     cdef Record *record
     for id_ in range(max(next_id - capacity, 0), next_id):
-        record = &records[id_ % capacity]
-        if peek_time(&record.job.ended) == 0 and not record.message:
+        record = _find(id_)
+        if record != NULL and peek_time(&record.job.ended) == 0 and not record.message:
             return _told(record)
+    return None
+
+
+def find_call(int source, long long number):
+    """Return the call of an operation, and whether it has not ended; None if it is not here.
+
+    Not collective.
+    """
+    cdef long long id_
+    cdef Record *record
+    for id_ in range(next_id - 1, max(next_id - capacity, 0) - 1, -1):
+        record = _find(id_)
+        if (record != NULL and record.source == source and record.number == number
+                and record.name != NULL):
+            return _call_of(record), peek_time(&record.job.ended) == 0
     return None
 
 

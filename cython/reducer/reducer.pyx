@@ -394,9 +394,8 @@ cdef class Reducer(ReducerState):
             self.set_divisor(self.world_size)
         if self.expecting and (self.ready or self.late or self.failed):
             raise_unfinished(
-                [index for index in range(len(self.parameters)) if self.states[index].left],
-                len(self.parameters), self.process_group.rank(), self.describe_parameter,
-                self.static_graph,
+                self.without_gradient(), len(self.parameters), self.process_group.rank(),
+                self.describe_parameter, self.static_graph,
             )
 
     def prepare_for_backward(self, outputs):

@@ -16,6 +16,7 @@ from mpiddp.reducer.bucket_views cimport copy_to_view, find_view, is_in_place, w
 from mpiddp.reducer.gpu_bucket cimport GpuBucket
 from mpiddp.system.posix cimport now
 from mpiddp.torch_internals.tensors cimport gradient_address, has_gradient
+from mpiddp.flight_recorder.ring import fail_source
 from mpiddp.reducer.bucket_progress import explain_missing
 from mpiddp.reducer.errors import raise_no_view, raise_other_kind, raise_timed_out
 
@@ -168,6 +169,10 @@ cdef class ReducerState:
         try:
             if bucket.channel.wait(&bucket.job, self.timeout.total_seconds()) == WAIT_TIMED_OUT:
                 raise_timed_out(self, bucket, explain_missing(self, bucket))
+        except BaseException:
+            # Nobody waits for the others of this backward either.
+            fail_source(self.record_source)
+            raise
         finally:
             self.waiting_for = -1
         if self.profile is not None:
@@ -260,6 +265,10 @@ cdef class ReducerState:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         of = f" of wrapped module {self.number} ({self.module_name})"
         return f"gradient bucket {bucket.index} ({shown}){of}"
+
+    def without_gradient(self):
+        """Return the parameters that have no gradient so far in this backward. Not collective."""
+        return [index for index in range(len(self.parameters)) if self.states[index].left]
 
     def last_moments(self):
         """Return the five timestamps of the last iteration, in seconds. Not collective.

@@ -108,9 +108,10 @@ def run(
                     if not losses.can_go_on() or not recovery.is_of_a_loss(error):
                         raise
                     recovery.let_go(error)
-                lost = losses.can_go_on() and not losses.agree(
-                    world.communicator(), finished or more > 0
-                )
+                with world.recorded("the end of the elastic function"):
+                    lost = losses.can_go_on() and not losses.agree(
+                        world.communicator(), finished or more > 0
+                    )
                 if not lost and not more:
                     return result
                 times += lost
@@ -154,7 +155,8 @@ def admit(folder: str | Path) -> None:
     Raises:
         OSError: rank 0 cannot write to the folder.
     """
-    count = meeting.look(Path(folder).absolute(), world.communicator())
+    with world.recorded("elastic.admit"):
+        count = meeting.look(Path(folder).absolute(), world.communicator())
     if count:
         raise _MoreRanksWanted(count, "admit", meeting.let_in)
 

@@ -18,12 +18,13 @@ from pathlib import Path
 
 from mpiddp.engine import forks
 from mpiddp.flight_recorder import ring, sources
-from mpiddp.flight_recorder.torch_format import as_dict
+from mpiddp.flight_recorder.torch_format import as_dict, size_wanted
 from mpiddp.mpi.abort import call_before_abort
 
 __all__ = ["begin", "dump", "dump_for", "dump_soon", "job_name", "say", "size_wanted"]
 
-_DEFAULT_SIZE = 2000
+# The watchdog and the search for dead ranks read the records, so some are kept in any case.
+_LEAST_SIZE = 64
 
 # How long a dump waits for another one of this process.
 _PATIENCE = 5.0
@@ -33,14 +34,6 @@ _rank = 0
 _writing = threading.Lock()
 _background: threading.Thread | None = None
 _abort_is_watched = False
-
-
-def size_wanted() -> int:
-    """Return how many records to keep: TORCH_FR_BUFFER_SIZE, or 2000. Not collective."""
-    try:
-        return max(int(os.environ.get("TORCH_FR_BUFFER_SIZE", _DEFAULT_SIZE)), 0)
-    except ValueError:
-        return _DEFAULT_SIZE
 
 
 def job_name() -> str:
@@ -59,7 +52,7 @@ def begin(job: str, rank: int) -> None:
     """
     global _job, _rank, _abort_is_watched
     _job, _rank = job, rank
-    ring.allocate(size_wanted())
+    ring.allocate(max(size_wanted(), _LEAST_SIZE))
     sources.begin()
     if not _abort_is_watched:
         _abort_is_watched = True

@@ -24,7 +24,7 @@ from mpiddp.flight_recorder import ring, sources
 from mpiddp.flight_recorder.call_text import describe, describe_dtype
 from mpiddp.flight_recorder.sources import BUCKETS, Source
 
-__all__ = ["VERSION", "as_dict", "as_json", "words_of"]
+__all__ = ["VERSION", "as_dict", "as_json", "size_wanted", "words_of"]
 
 VERSION = "2.10"
 
@@ -34,6 +34,8 @@ _STATES = {
     "started": "last_started_collective",
     "completed": "last_completed_collective",
 }
+
+_DEFAULT_SIZE = 2000
 
 # How much of a stack is kept, from the inside.
 _DEEPEST = 32
@@ -53,6 +55,14 @@ _KNOWN = frozenset({
 _UNKNOWN = "coalesced"
 
 
+def size_wanted() -> int:
+    """Return how many records to show: TORCH_FR_BUFFER_SIZE, or 2000. Not collective."""
+    try:
+        return max(int(os.environ.get("TORCH_FR_BUFFER_SIZE", _DEFAULT_SIZE)), 0)
+    except ValueError:
+        return _DEFAULT_SIZE
+
+
 def as_dict(reason: str = "") -> dict[str, Any]:
     """Return this rank's records as torch's recorder has them, and more under "mpiddp".
 
@@ -65,9 +75,10 @@ def as_dict(reason: str = "") -> dict[str, Any]:
     behind = time.time() - time.monotonic()
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     known = sources.known()
+    records = ring.snapshot()
     entries = [
         _entry(record, known[record[1]], behind, threads)
-        for record in ring.snapshot()
+        for record in records[max(len(records) - size_wanted(), 0) :]
         if record[1] in known
     ]
     return {

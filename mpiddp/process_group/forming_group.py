@@ -1,4 +1,7 @@
-"""A process group whose communicator is being made: so far there is only the wait for its ranks."""
+"""Waits for other ranks outside of a process group's operations, for roll call and watchdog.
+
+Such as that for a process group whose communicator is being made.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from mpiddp.flight_recorder.call_text import call_of
 from mpiddp.process_group.watchdog import limited
 from mpiddp.process_group.wrapped_modules import WrappedModules
 
-__all__ = ["FormingGroup"]
+__all__ = ["FormingGroup", "NamedWait"]
 
 
 class FormingGroup:
@@ -47,4 +50,25 @@ class FormingGroup:
 
     def recorded(self) -> AbstractContextManager[None]:
         """Record what runs within. After the time limit the job ends. Not collective."""
-        return limited(self, ring.begin(self.source.number, 0, self.last, False, True))
+        return limited(
+            self, ring.begin(self.source.number, self.entered, self.last, False, True)
+        )
+
+
+class NamedWait(FormingGroup):
+    """What all ranks of the world wait for, maybe many times. Not collective.
+
+    Args:
+        name: of what is waited for, the same on all ranks.
+        size: how many ranks the world has; the others as for `FormingGroup`.
+    """
+
+    def __init__(self, name: str, size: int, rank: int, timeout: timedelta) -> None:
+        super().__init__("world", range(size), rank, timeout)
+        self.group_name = self.source.name = name
+        self.last = call_of(name, None, ())
+
+    def recorded(self) -> AbstractContextManager[None]:
+        """Record what runs within, and count it. After the time limit the job ends. Collective."""
+        self.entered += 1
+        return super().recorded()

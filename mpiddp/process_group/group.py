@@ -38,7 +38,6 @@ from mpiddp.collectives.operation import Operation
 from mpiddp.engine import forks
 from mpiddp.engine.engine import Channel
 from mpiddp.engine.requests import Requests
-from mpiddp.flight_recorder import ring
 from mpiddp.mpi.abort import abort_job
 from mpiddp.process_group.backend_properties import BackendProperties
 from mpiddp.process_group.call_check import by_rank, by_rows, for_one
@@ -47,6 +46,7 @@ from mpiddp.process_group.gpu_tensors import wait_for_stream
 from mpiddp.process_group.monitored_barrier import MonitoredBarrier
 from mpiddp.process_group.overloads import also_called_with
 from mpiddp.process_group.state_broadcast import StateBroadcast
+from mpiddp.process_group.watchdog import ended_with_block
 from mpiddp.torch_internals.compiler import skip_compilation
 from mpiddp.transports.channel_pool import ChannelPool
 
@@ -403,11 +403,10 @@ class ProcessGroup(BackendProperties):
             RuntimeError: a rank did not come within `timeout`, by default the group's.
         """
         forks.check("monitored_barrier")
-        record = self._enter("monitored_barrier")
-        if self._monitored_barrier is None:
-            self._monitored_barrier = MonitoredBarrier(self)
-        self._monitored_barrier(self.timeout if timeout is None else timeout, wait_all_ranks)
-        ring.ended(record)
+        with ended_with_block(self._enter("monitored_barrier")):
+            if self._monitored_barrier is None:
+                self._monitored_barrier = MonitoredBarrier(self)
+            self._monitored_barrier(self.timeout if timeout is None else timeout, wait_all_ranks)
 
     # Messages. Not collective, except that the other rank must take part.
 
@@ -459,12 +458,10 @@ class ProcessGroup(BackendProperties):
         Collective.
         """
         forks.check("a forward that copies rank 0's buffers to all ranks")
-        record = self._enter("broadcast of parameters or buffers", tensors)
-        if self._state_broadcast is None:
-            self._state_broadcast = StateBroadcast(self, self.communicator)
-        possible = self._state_broadcast(tensors)
-        ring.ended(record)
-        return possible
+        with ended_with_block(self._enter("broadcast of parameters or buffers", tensors)):
+            if self._state_broadcast is None:
+                self._state_broadcast = StateBroadcast(self, self.communicator)
+            return self._state_broadcast(tensors)
 
     def acquire_channels(
         self, transport: str, parameters: Sequence[torch.Tensor]

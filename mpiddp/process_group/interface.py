@@ -77,6 +77,9 @@ class RunningGroup(CountedGroup, Group, Protocol):
     def timed_out(self, name: str, seconds: float, number: int | None = None) -> RuntimeError:
         """Return the error of an operation that waited in vain; it may take seconds."""
 
+    def misfit(self, error: BaseException, number: int) -> RuntimeError | None:
+        """Return an error that shows what the ranks have called, if MPI says a message is cut."""
+
     def explain_missing(self, number: int | None = None) -> str:
         """Return which ranks keep a collective waiting; it may take seconds."""
 

@@ -25,11 +25,12 @@ from mpiddp.engine.requests import Pending, Requests
 from mpiddp.flight_recorder import files, ring, sources
 from mpiddp.flight_recorder.call_text import Call, call_of, ranks_in_words
 from mpiddp.mpi import communicators, uncaught
+from mpiddp.mpi.errors import is_truncation
 from mpiddp.process_group import call_check, gpu_tensors
 from mpiddp.process_group.futures import FutureCompleter
 from mpiddp.process_group.gpu_tensors import GpuWork
 from mpiddp.process_group.roll_call import RollCall
-from mpiddp.process_group.watchdog import limited
+from mpiddp.process_group.watchdog import ended_with_block, limited
 from mpiddp.process_group.work import COMPLETED, CompletedWork, Work
 from mpiddp.process_group.wrapped_modules import WrappedModules
 from mpiddp.torch_internals.compiler import skip_compilation
@@ -214,6 +215,30 @@ class OperationRunner(dist.ProcessGroup):
             return "Did all ranks call it, in the same order, and are they still alive?"
         return f"{self.roll_call.explain(self, number)}."
 
+    def misfit(self, error: BaseException, number: int) -> RuntimeError | None:
+        """Return an error that shows what the ranks have called, if MPI says that a message is cut.
+
+        Not collective; then it may take seconds.
+
+        Args:
+            error: of a collective.
+            number: which of this group's; 0: a message, whose own error says it all.
+        """
+        if number == 0 or not is_truncation(error):
+            return None
+        told = "" if self.roll_call is None else self.roll_call.explain_misfit(self, number)
+        words = (
+            f"rank {self.rank()} of {self.size()}: what other ranks have sent for collective "
+            f"{number} of process group {self.group_name or 'world'!r} does not fit here. "
+            f"{told or 'The ranks have called different collectives, or with different tensors'}. "
+        )
+        if not self._checked:
+            words += (
+                "Some may have a wrong result already; with TORCH_DISTRIBUTED_DEBUG=DETAIL the "
+                "ranks compare their calls before anything is sent. "
+            )
+        return RuntimeError(f"{words}{files.dump_for(words)} ({error})")
+
     def recorded(self, name: str) -> AbstractContextManager[None]:
         """Record what runs within as one collective. After the group's time limit the job ends.
 
@@ -282,14 +307,17 @@ class OperationRunner(dist.ProcessGroup):
             else:
                 record = self._enter(name, tensors, detail)
                 number = self.entered
-                if self._checked:
-                    call_check.check(self, name, detail, tensors, compared, elements)
             try:
+                if self._checked and not message:
+                    call_check.check(self, name, detail, tensors, compared, elements)
                 pending = next(operation)
                 if self._checked:
                     ring.started(record)
-            except (TypeError, ValueError, RuntimeError):
+            except (TypeError, ValueError, RuntimeError) as error:
                 ring.failed(record)
+                misfit = self.misfit(error, number)
+                if misfit is not None:
+                    raise misfit from error
                 raise  # before MPI was called, or by it
             except BaseException as error:
                 ring.failed(record)
@@ -340,13 +368,16 @@ class OperationRunner(dist.ProcessGroup):
                 until = until or time.monotonic() + self._limit(opts) - _SHORT
                 if not pending.wait(max(until - time.monotonic(), 0.0)):
                     raise self.timed_out(name, self._limit(opts), number)
-        except BaseException:
+        except BaseException as error:
             ring.failed(record)
             self.abandon(operation, waited)
+            misfit = self.misfit(error, number)
+            if misfit is not None:
+                raise misfit from error
             raise
-        for _ in operation:
-            raise AssertionError(f"{name} has a second step")
-        ring.ended(record)
+        with ended_with_block(record):
+            for _ in operation:
+                raise AssertionError(f"{name} has a second step")
         return COMPLETED
 
     def _sweep(self) -> None:

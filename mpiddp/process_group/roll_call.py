@@ -23,15 +23,26 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
 from mpiddp import settings
-from mpiddp.flight_recorder import files
-from mpiddp.flight_recorder.call_text import describe, is_of_a_library, ranks_in_words
+from mpiddp.flight_recorder import files, ring
+from mpiddp.flight_recorder.call_text import describe, is_of_a_library
+from mpiddp.flight_recorder.sources import BUCKETS
 from mpiddp.mpi import communicators
+from mpiddp.process_group.roll_call_words import (
+    UNKNOWN_GROUP,
+    Answer,
+    differences,
+    in_words,
+    listed,
+    sentence,
+    silent,
+    where_it_is,
+    who,
+)
 
 if TYPE_CHECKING:
     from mpiddp.process_group.interface import CountedGroup
@@ -47,32 +58,22 @@ _PATIENCE = 2.5
 _NAP = 0.005
 
 _QUESTION_TAG, _ANSWER_TAG = 1, 2
-# The number of the question, the digest of a group's name and ranks, and the number of a module
-# that is asked about, or 0 for the group's collectives.
-_QUESTION = struct.Struct("<q16sq")
-# The number of the question, and how many collectives were entered; the last one in words follows.
-_ANSWER = struct.Struct("<qq")
+# The number of the question, the digest of a group's name and ranks, the number of a module that is
+# asked about, or 0 for the group's collectives, and which of these, or -1.
+_QUESTION = struct.Struct("<q16sqq")
+# The number of the question, how many collectives were entered, and whether the one that was asked
+# about is under way. In words, in lines, what `Answer` has follows.
+_ANSWER = struct.Struct("<qqq")
 _MOST_BYTES = 1024
 
-# Sent instead of a number of collectives.
-_UNKNOWN_GROUP = -1
-
-# How many differences are shown before "and others".
-_SHOWN = 4
+# The number of a question that wants no answer: write what you did last.
+_WRITE = 0
 
 # How many ranks, the first of a group, speak for all that wait if they wait as well.
 _SPEAKERS = 3
 
 # What a rank says if it waits for a bucket of another module.
 _ELSEWHERE = "it waits for "
-
-
-@dataclass(frozen=True)
-class _Answer:
-    entered: int
-    last: str
-    # Where the program is, see `place`.
-    where: str = ""
 
 
 class RollCall:
@@ -161,13 +162,31 @@ class RollCall:
             group: given to `add` before.
             number: which of its collectives, counted from 1; None is the last one entered.
         """
-        own = _Answer(group.entered, _last_of(group))
+        wanted = group.entered if number is None else number
+        own = Answer(group.entered, _last_of(group), call=_call_in_words(group, wanted)[0])
         if self._thread is None:
             return f"Which ranks are missing cannot be told with {settings.PROGRESS_THREAD.name}=0"
-        answers = self._ask(group) or {}
+        self._let_the_others_write(group)
+        answers = self._ask(group, number=wanted) or {}
         answers[group.rank()] = own
-        wanted = own.entered if number is None else number
-        return _in_words(group.world_ranks, answers, wanted, group.rank())
+        return in_words(group.world_ranks, answers, wanted, group.rank())
+
+    def explain_misfit(self, group: CountedGroup, number: int) -> str:
+        """Return what the ranks have called as a collective whose messages do not fit together.
+
+        Not collective. Takes up to some seconds. "" if they have called the same, as far as is
+        known.
+
+        Args:
+            group: given to `add` before.
+            number: which of its collectives, counted from 1.
+        """
+        if self._thread is None:
+            return ""
+        self._let_the_others_write(group)
+        answers = self._ask(group, number=number) or {}
+        answers[group.rank()] = Answer(number, "", call=_call_in_words(group, number)[0])
+        return sentence(differences(group.world_ranks, answers, number, group.rank(), sizes=True))
 
     def explain_bucket(self, group: CountedGroup, module: int, number: int) -> str:
         """Return which ranks keep a bucket of gradients waiting. Not collective.
@@ -181,34 +200,36 @@ class RollCall:
         """
         if self._thread is None:
             return f"Which ranks are missing cannot be told with {settings.PROGRESS_THREAD.name}=0"
+        self._let_the_others_write(group)
         answers = self._ask(group, module) or {}
-        answers[group.rank()] = _Answer(number, "")
+        answers[group.rank()] = Answer(number, "")
         missing: dict[str, list[int]] = {}
         for rank, answer in answers.items():
             if answer.entered < number:
                 where = answer.last
-                if answer.entered == _UNKNOWN_GROUP:
+                if answer.entered == UNKNOWN_GROUP:
                     where = "it has no such module"
                 missing.setdefault(where, []).append(rank)
         told = [
-            f"{_who(group.world_ranks, ranks, 'has', 'have')} not filled it ({where})"
+            f"{who(group.world_ranks, ranks, 'has', 'have')} not filled it ({where})"
             for where, ranks in missing.items()
         ]
-        told = [_listed(told)] if told else []
-        told += _silent(group.world_ranks, answers)
+        told = [listed(told)] if told else []
+        told += silent(group.world_ranks, answers)
         if any(_ELSEWHERE in where for where in missing):
             told[-1] += (
                 ". Where several wrapped modules are trained, all ranks run their backward passes "
                 "in the same order"
             )
-        return _sentence(told) or "All ranks have filled it: the connection is slow or has failed"
+        return sentence(told) or "All ranks have filled it: the connection is slow or has failed"
 
     def alert(self, group: CountedGroup) -> None:
-        """Let the other ranks of `group` write what they did last. Not collective.
+        """Let the other ranks of the world write what they did last. Not collective.
 
         Takes up to some seconds.
         """
         if self._thread is not None:
+            self._let_the_others_write(group)
             self._ask(group)
 
     def explain_stall(self, group: CountedGroup, module: int, number: int) -> str | None:
@@ -223,25 +244,34 @@ class RollCall:
             number: of the operation, or of the bucket as bucket_progress.py counts them.
         """
         first = range(min(group.rank(), _SPEAKERS))
-        ahead = self._ask(group, module, first, answering=True) if first else {}
-        if ahead is None or any(answer.entered >= number for answer in ahead.values()):
+        ahead = self._ask(group, module, first, answering=True, number=number) if first else {}
+        if ahead is None:
             return None
-        answers = self._ask(group, module, answering=True)
+        # One that has called something else may be through with it.
+        if any(each.entered >= number and (module or each.waits) for each in ahead.values()):
+            return None
+        answers = self._ask(group, module, answering=True, number=number)
         if answers is None:
             return None
-        answers[group.rank()] = _Answer(number, "")
+        own = "" if module else _call_in_words(group, number)[0]
+        answers[group.rank()] = Answer(number, "", call=own)
         told: dict[str, list[int]] = {}
         for rank, answer in sorted(answers.items()):
             if answer.entered < number:
-                what = answer.last if module else _where(answer)
+                what = answer.last if module else where_it_is(answer)
                 where = answer.where or "no Python of the script runs there"
-                told.setdefault(f"{what}; {where}", []).append(rank)
+                told.setdefault("; ".join(filter(None, (what, answer.step, where))), []).append(
+                    rank
+                )
         lines = [
-            f"{_who(group.world_ranks, ranks, 'has', 'have')} not come ({what})"
+            f"{who(group.world_ranks, ranks, 'has', 'have')} not come ({what})"
             for what, ranks in told.items()
         ]
-        lines = [_listed(lines)] if lines else []
-        text = _sentence(lines + _silent(group.world_ranks, answers))
+        lines = [listed(lines)] if lines else []
+        lines += silent(group.world_ranks, answers)
+        if not module:
+            lines += differences(group.world_ranks, answers, number, group.rank(), places=True)
+        text = sentence(lines)
         return text or "All ranks have come: the connection or a rank is slow, or one has failed"
 
     def answers(self, rank: int) -> bool:
@@ -255,13 +285,23 @@ class RollCall:
 
     # Asking.
 
+    def _let_the_others_write(self, group: CountedGroup) -> None:
+        """Let the ranks that are not in `group` write what they did last, and wait for nothing."""
+        if self._communicator is None:
+            return
+        question = _QUESTION.pack(_WRITE, b"", 0, -1)
+        for rank in set(range(self._communicator.Get_size())).difference(group.world_ranks):
+            with contextlib.suppress(MPI.Exception):  # it has ended
+                self._send(question, rank, _QUESTION_TAG)
+
     def _ask(
         self,
         group: CountedGroup,
         module: int = 0,
         ranks: Iterable[int] | None = None,
         answering: bool = False,
-    ) -> dict[int, _Answer] | None:
+        number: int = -1,
+    ) -> dict[int, Answer] | None:
         """Return the answers of the group's other ranks that came in time, by rank in the group.
 
         Args:
@@ -270,8 +310,9 @@ class RollCall:
             ranks: the ranks in the group to ask; None: all.
             answering: whether this thread answers, so it must go on with that, and must not wait
                 for another one that asks: then the result is None.
+            number: about which of its collectives; -1: about none.
         """
-        answers: dict[int, _Answer] = {}
+        answers: dict[int, Answer] = {}
         communicator = self._communicator
         deadline = time.monotonic() + _PATIENCE
         if communicator is None:
@@ -279,8 +320,8 @@ class RollCall:
         if not self._asking.acquire(timeout=0 if answering else _PATIENCE):
             return None if answering else answers
         try:
-            number = next(self._numbers)
-            question = _QUESTION.pack(number, _digest(group), module)
+            own = next(self._numbers)
+            question = _QUESTION.pack(own, _digest(group), module, number)
             asked = {world: rank for rank, world in enumerate(group.world_ranks)}
             del asked[communicator.Get_rank()]
             if ranks is not None:
@@ -295,11 +336,13 @@ class RollCall:
                         time.sleep(_NAP)
                     continue
                 world_rank, data = received
-                answered, entered = _ANSWER.unpack_from(data)
-                if answered == number:
+                answered, entered, waits = _ANSWER.unpack_from(data)
+                if answered == own:
                     text = data[_ANSWER.size :].decode(errors="replace")
-                    last, _, where = text.partition("\n")
-                    answers[asked[world_rank]] = _Answer(entered, last, where)
+                    last, where, call, step = text.split("\n", 3)
+                    answers[asked[world_rank]] = Answer(
+                        entered, last, where, call, step, bool(waits)
+                    )
         except MPI.Exception:
             pass  # of a connection to a rank that has ended: it will be named as silent
         finally:
@@ -330,20 +373,23 @@ class RollCall:
         if received is None:
             return False
         rank, data = received
-        number, digest, module = _QUESTION.unpack(data)
-        entered, last = _UNKNOWN_GROUP, ""
+        question, digest, module, number = _QUESTION.unpack(data)
+        if question == _WRITE:
+            return True
+        entered, last, call, waits = UNKNOWN_GROUP, "", "", False
         groups = self.groups()
         for group in groups:
             if _digest(group) == digest and not module:
                 entered, last = group.entered, _last_of(group)
+                call, waits = _call_in_words(group, number)
             elif _digest(group) == digest:
                 wrapped = group.modules.get(module)
                 if wrapped is not None:
                     entered, last = wrapped.buckets_filled(), _doing(wrapped, group, groups)
-        where = place()
-        text = last.encode()[: _MOST_BYTES - _ANSWER.size - len(where.encode()) - 1]
-        text += f"\n{where}".encode()
-        self._send(_ANSWER.pack(number, entered) + text, rank, _ANSWER_TAG)
+        step = "" if module else _step(groups)
+        rest = f"\n{place()}\n{call}\n{step}".encode()
+        text = last.encode()[: max(_MOST_BYTES - _ANSWER.size - len(rest), 0)] + rest
+        self._send(_ANSWER.pack(question, entered, waits) + text, rank, _ANSWER_TAG)
         return True
 
     # Messages, small enough for MPI to send them before the receiver looks.
@@ -414,6 +460,22 @@ def _last_of(group: CountedGroup) -> str:
     return "" if group.last is None else describe(group.last)
 
 
+def _call_in_words(group: CountedGroup, number: int) -> tuple[str, bool]:
+    """Return one of a group's collectives, and whether it is under way; "" if nobody knows."""
+    found = ring.find_call(group.source.number, number)
+    if found is not None:
+        return describe(found[0]), found[1]
+    return (_last_of(group) if group.entered == number else ""), False
+
+
+def _step(groups: Sequence[CountedGroup]) -> str:
+    """Return in words how many steps a wrapped module has made, the first that there is."""
+    module = next((each for known in groups for each in known.modules.all()), None)
+    if module is None:
+        return ""
+    return f"{module.buckets_filled() // BUCKETS} backward passes of {module.module_name} reduced"
+
+
 def _doing(module: WrappedModule, group: CountedGroup, groups: Sequence[CountedGroup]) -> str:
     """Return in words what this rank does instead of filling a bucket of `module`."""
     progress = module.describe_progress()
@@ -429,70 +491,3 @@ def _digest(group: CountedGroup) -> bytes:
     """Return what identifies `group` on all of its ranks."""
     text = f"{group.group_name}\n{','.join(map(str, group.world_ranks))}"
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
-def _in_words(
-    world_ranks: Sequence[int], answers: dict[int, _Answer], number: int, own: int
-) -> str:
-    """Return what `explain` does, from the answers by rank in the group."""
-    told: list[str] = []
-    missing = [rank for rank, answer in answers.items() if answer.entered < number]
-    if missing:
-        places: dict[str, list[int]] = {}
-        for rank in missing:
-            places.setdefault(_where(answers[rank]), []).append(rank)
-        details = list(places)
-        if len(places) > 1:
-            details = [
-                f"{ranks_in_words(world_ranks, ranks)} {place}" for place, ranks in places.items()
-            ]
-        who = _who(world_ranks, missing, "has", "have")
-        told.append(f"{who} not called it ({_listed(details)})")
-    told += _silent(world_ranks, answers)
-    here = {rank: answer.last for rank, answer in answers.items() if answer.entered == number}
-    others: dict[str, list[int]] = {}
-    for rank, last in here.items():
-        if last != here.get(own, last):
-            others.setdefault(last, []).append(rank)
-    if others:
-        calls = [
-            f"{ranks_in_words(world_ranks, ranks)} called {last}" for last, ranks in others.items()
-        ]
-        told.append(
-            f"{_listed(calls)} where {ranks_in_words(world_ranks, [own])} called {here[own]}"
-        )
-    if not told:
-        return (
-            "All ranks have called it: one may have given up waiting before, or it or the "
-            "connection has failed"
-        )
-    return _sentence(told)
-
-
-def _who(world_ranks: Sequence[int], ranks: Sequence[int], one: str, several: str) -> str:
-    return f"{ranks_in_words(world_ranks, ranks)} {one if len(ranks) == 1 else several}"
-
-
-def _silent(world_ranks: Sequence[int], answers: dict[int, _Answer]) -> list[str]:
-    ranks = [rank for rank in range(len(world_ranks)) if rank not in answers]
-    if not ranks:
-        return []
-    return [f"{_who(world_ranks, ranks, 'does', 'do')} not answer (ended, or stuck outside Python)"]
-
-
-def _sentence(told: Sequence[str]) -> str:
-    text = "; ".join(told)
-    return text[:1].upper() + text[1:]
-
-
-def _where(answer: _Answer) -> str:
-    if answer.entered == _UNKNOWN_GROUP:
-        return "not in a group of this name and these ranks"
-    if answer.entered == 0:
-        return "no collective of this group so far"
-    return f"last called: {answer.last}, #{answer.entered}"
-
-
-def _listed(parts: Sequence[str]) -> str:
-    more = len(parts) - _SHOWN
-    return "; ".join(parts[:_SHOWN]) + (f"; and {more} other kinds" if more > 0 else "")

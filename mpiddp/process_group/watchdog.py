@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mpiddp.process_group.interface import CountedGroup
     from mpiddp.process_group.roll_call import RollCall
 
-__all__ = ["Watchdog", "limited"]
+__all__ = ["Watchdog", "ended_with_block", "limited"]
 
 # What a look counts at most: in more seconds since the last one this process did not run, or asked.
 _LONGEST = 2.0
@@ -34,6 +34,20 @@ _LONGEST = 2.0
 # ranks may end the job.
 _GRACE = 3.0
 _STAGGER = 3.0
+
+
+@contextlib.contextmanager
+def ended_with_block(record: int) -> Iterator[None]:
+    """End a record with the block, however it ends: else it would be the oldest for ever.
+
+    Not collective.
+    """
+    try:
+        yield
+    except BaseException:
+        ring.failed(record)
+        raise
+    ring.ended(record)
 
 
 @contextlib.contextmanager
@@ -48,12 +62,8 @@ def limited(group: CountedGroup, record: int) -> Iterator[None]:
     """
     group.without_limit.add(record)
     try:
-        yield
-    except BaseException:
-        ring.failed(record)
-        raise
-    else:
-        ring.ended(record)
+        with ended_with_block(record):
+            yield
     finally:
         group.without_limit.discard(record)
 
@@ -138,10 +148,11 @@ class Watchdog:
         )
         if record[0] in group.without_limit and self._waited > limit:
             then = f"The time limit of {limit:g} s is over, and the job ends"
+        name = group.group_name or "world"
+        where = "" if name == what else f" on process group {name!r}"
         return (
-            f"mpiddp: rank {group.world_ranks[group.rank()]}: {what} on process group "
-            f"{group.group_name or 'world'!r} has waited {self._waited:.0f} s for other ranks. "
-            f"{missing}. {then}"
+            f"mpiddp: rank {group.world_ranks[group.rank()]}: {what}{where} has waited "
+            f"{self._waited:.0f} s for other ranks. {missing}. {then}"
         )
 
 

@@ -216,7 +216,7 @@ class Work(TorchWork):
             if all(ended):
                 self._end()
         except RuntimeError as error:
-            self._fail(error)
+            self._fail(self._group.misfit(error, self.number) or error)
 
     def _drive(self, until: float, gives_up: bool) -> None:
         """Wait for what is pending, then end; if the time is over before, perhaps give up."""
@@ -228,7 +228,7 @@ class Work(TorchWork):
                     return
             self._end()
         except RuntimeError as error:
-            self._fail(error)
+            self._fail(self._group.misfit(error, self.number) or error)
 
     def _end(self) -> None:
         assert self._operation is not None

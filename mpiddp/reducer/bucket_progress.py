@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["describe_progress", "describe_wait", "explain_missing", "filled"]
 
+# How many parameters without a gradient are named.
+_SHOWN = 3
+
 
 def filled(reducer: DescribedReducer) -> int:
     """Return a number that grows with each bucket that is filled. Not collective."""
@@ -41,10 +44,15 @@ def describe_progress(reducer: DescribedReducer) -> str:
     """Return how far the backward passes are, in words. Not collective."""
     text = f"{reducer.reductions} of its backward passes are reduced"
     if reducer.expecting and reducer.ready:
-        return (
-            f"{text}, in the next one {reducer.ready} of {len(reducer.parameters)} gradients are "
-            f"there"
+        text += (
+            f", in the next one {reducer.ready} of {len(reducer.parameters)} gradients are there"
         )
+        left = reducer.without_gradient()
+        if left:
+            shown = ", ".join(reducer.describe_parameter(index) for index in left[:_SHOWN])
+            more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+            text += f", but not of {shown}{more}"
+        return text
     if reducer.passes is not None:
         return f"{text}, {reducer.passes.begun} forward passes begun"
     return text

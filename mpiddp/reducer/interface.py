@@ -66,5 +66,8 @@ class DescribedReducer(Protocol):
     def number(self) -> int:
         """The number of its module among those that its group has wrapped, from 1."""
 
+    def without_gradient(self) -> list[int]:
+        """Return the parameters that have no gradient so far in this backward."""
+
     def describe_bucket(self, bucket: Bucket) -> str:
         """Return what to call a bucket in errors."""

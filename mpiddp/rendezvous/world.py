@@ -11,6 +11,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from mpiddp.engine.requests import Requests
     from mpiddp.process_group.dead_peers import DeadPeers
+    from mpiddp.process_group.forming_group import NamedWait
     from mpiddp.process_group.group import ProcessGroup
     from mpiddp.process_group.heartbeat import Heartbeat
     from mpiddp.process_group.roll_call import RollCall
@@ -78,6 +80,7 @@ class _World:
     started: bool = False
     groups: list[weakref.ref[ProcessGroup]] = field(default_factory=list)
     companions: list[Companion] = field(default_factory=list)
+    waits: dict[str, NamedWait] = field(default_factory=dict)
 
 
 _world: _World | None = None
@@ -317,6 +320,27 @@ def communicator() -> MPI.Intracomm:
     if _world is None:
         raise RuntimeError("call mpiddp.init_process_group() first")
     return _world.communicator
+
+
+def recorded(name: str) -> AbstractContextManager[None]:
+    """Let the watchdog see what runs within, as one wait of all ranks for each other. Collective.
+
+    For what is no operation of a process group. After the world's time limit the job ends.
+
+    Args:
+        name: what it is, in words; the same on all ranks, and one of few.
+    """
+    from mpiddp.process_group.forming_group import NamedWait
+
+    if _world is None:
+        return contextlib.nullcontext()
+    wait = _world.waits.get(name)
+    if wait is None:
+        timeout = getattr(dist.group.WORLD, "timeout", DEFAULT_TIMEOUT)
+        world = _world.communicator
+        wait = _world.waits[name] = NamedWait(name, world.Get_size(), world.Get_rank(), timeout)
+        _world.roll_call.add(wait)
+    return wait.recorded()
 
 
 def create_process_group(options: Any, backend_options: Any = None) -> ProcessGroup:

@@ -5,9 +5,10 @@ import random
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from elastic_runs import OPEN_MPI, learned, needs_ulfm, said, train
+from elastic_runs import OPEN_MPI, learned, needs_ulfm, said, start, train
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -130,3 +131,26 @@ def test_how_open_mpi_sends_where_ranks_may_be_lost(given: dict[str, str], then:
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == then
+
+@needs_ulfm
+def test_a_rank_that_is_stopped_at_the_end_is_spoken_of(tmp_path: Path) -> None:
+    """The others are through with the function, and wait for its agreement only."""
+    script = tmp_path / "stopped.py"
+    script.write_text(
+        "import os, signal, subprocess\n"
+        "import torch.distributed as dist, mpiddp\n"
+        "from mpiddp import elastic\n"
+        "mpiddp.init_process_group()\n"
+        "@elastic.run\n"
+        "def train(state):\n"
+        "    if dist.get_rank() == 1:\n"
+        "        subprocess.Popen(['sh', '-c', f'sleep 5; kill -CONT {os.getpid()}'])\n"
+        "        os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "train(elastic.State(step=0))\n"
+        "print('all well')\n"
+    )
+    done = start(2, str(script), MPIDDP_STALL_SECONDS="1")
+    assert done.returncode == 0
+    assert done.stdout.count("all well") == 2
+    assert "mpiddp: rank 0: the end of the elastic function has waited" in done.stderr
+    assert "Rank 1 does not answer (ended, or stuck outside Python)" in done.stderr

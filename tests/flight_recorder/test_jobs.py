@@ -99,6 +99,27 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     assert "missing ranks: {1}" in told
 
 
+def test_ranks_that_are_not_in_the_group(tmp_path: Path) -> None:
+    """They may be what the others wait for, so they write their files as well."""
+    job = run(
+        tmp_path,
+        """
+        part = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+        if rank == 0:
+            try:
+                dist.barrier(group=part)
+            except RuntimeError:
+                late(2)
+        elif rank == 2:
+            late(4)
+        else:
+            late(3)
+        os._exit(0)
+        """,
+    )
+    assert job.files() == ["trace_0", "trace_1", "trace_2"]
+
+
 @pytest.mark.slow  # its siblings stay
 def test_a_rank_that_calls_something_else(tmp_path: Path) -> None:
     job = run(

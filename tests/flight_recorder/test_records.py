@@ -49,11 +49,43 @@ def test_states() -> None:
 
 def test_the_oldest_give_way() -> None:
     ids = [ring.begin(0, number, CALL) for number in range(6)]
-    assert sorted(by_id()) == ids[2:] == [2, 3, 4, 5]
+    assert sorted(by_id()) == ids[2:]
+    assert ids == list(range(ids[0], ids[0] + 6))
     ring.ended(ids[0])  # its place is another's by now
     assert all(record[8] == 0 for record in ring.snapshot())
     ring.ended(ids[4])
-    assert [record[0] for record in ring.snapshot() if record[8]] == [4]
+    assert [record[0] for record in ring.snapshot() if record[8]] == [ids[4]]
+
+
+def test_an_id_of_an_old_world_ends_no_record_of_a_new_one() -> None:
+    old = [ring.begin(0, number, CALL) for number in range(4)]
+    ring.allocate(4)
+    assert ring.oldest() is None
+    assert ring.snapshot() == []
+    ids = [ring.begin(0, number, CALL) for number in range(3)]
+    for each in old:
+        ring.ended(each)
+        ring.failed(each)
+    assert ring.under_way() == 3
+    assert [record[0] for record in ring.snapshot()] == ids
+    oldest = ring.oldest()
+    assert oldest is not None
+    assert oldest[0] == ids[0]
+
+
+def test_the_call_of_a_number() -> None:
+    other = call_of("barrier", None, [])
+    first = ring.begin(3, 1, CALL)
+    ring.begin(3, 2, other)
+    ring.begin(4, 1, other)
+    assert ring.find_call(3, 1) == (CALL, True)
+    ring.ended(first)
+    assert ring.find_call(3, 1) == (CALL, False)
+    assert ring.find_call(3, 2) == (other, True)
+    assert ring.find_call(3, 3) is None
+    ring.fail_source(3)
+    assert ring.under_way() == 1
+    assert by_id()[first][8] > 0  # it had ended well
 
 
 def test_frames_of_the_caller() -> None:

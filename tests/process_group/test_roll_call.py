@@ -47,6 +47,23 @@ def message_of(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
+def by_the_watchdog(group: "ProcessGroup", number: int) -> str | None:
+    """Return what the watchdog's thread finds out about a collective."""
+    told: list[str | None] = []
+
+    def look() -> None:
+        if not told:
+            told.append(roll_call.explain_stall(group, 0, number))
+
+    roll_call = group.roll_call
+    assert roll_call is not None
+    roll_call.watches.append(look)
+    while not told:
+        time.sleep(0.01)
+    roll_call.watches.remove(look)
+    return told[0]
+
+
 def until_all_are_here() -> None:
     """Wait on another group, as a program that goes on elsewhere would."""
     dist.barrier()
@@ -103,6 +120,81 @@ class TestMissingRanks:
         until_all_are_here()
         assert part.roll_call.explain(part).startswith("All ranks have called it")
         until_all_are_here()
+
+    @pytest.mark.mpi(min_size=3)
+    def test_called_with_something_else_and_gone_on(self) -> None:
+        """The root of a broadcast does not wait, and calls more. What it called then is told."""
+        part: Any = dist.new_group(range(3), timeout=SHORT)
+        if rank() in (0, 2):
+            dist.broadcast(torch.ones(3), src=0, group=part)
+        until_all_are_here()
+        if rank() == 1:
+            work = dist.broadcast(torch.ones(3), src=2, group=part, async_op=True)
+            assert work is not None
+            # Nobody else waits for it, so this rank has to say it.
+            told = by_the_watchdog(part, 1)
+            assert told is not None
+            calls = ["broadcast(root 0) of float32 (3,)", "broadcast(root 2) of float32 (3,)"]
+            assert f"anks 0 and 2 called {calls[0]} (now at " in told
+            assert told.endswith(f"where rank 1 called {calls[1]}")
+            assert f"anks 0 and 2 called {calls[0]} where rank 1 called {calls[1]}" in message_of(
+                work.wait
+            )
+        until_all_are_here()
+
+    def test_both_wait_in_different_calls(self, part: "ProcessGroup") -> None:
+        """The line of the watchdog shows both; only the first rank says it."""
+        from mpiddp.flight_recorder import ring
+
+        mine = ("barrier", None, None, (), 0)
+        if rank() == 0:
+            mine = ("all_reduce", None, torch.float32, (3,), 1)
+        part.entered, part.last = 5, mine
+        record = ring.begin(part.source.number, 5, mine)
+        until_all_are_here()
+        told = by_the_watchdog(part, 5)
+        until_all_are_here()
+        ring.ended(record)
+        if rank() > 0:
+            assert told is None
+            return
+        assert told is not None
+        assert re.match(r"Ranks? 1.* called barrier \(now at .*\) where rank 0 called all_", told)
+
+    def test_messages_that_do_not_fit(self) -> None:
+        """One rank may get a wrong result; the other one says what both have called."""
+        part: Any = dist.new_group([0, 1], timeout=timedelta(seconds=20))
+        for wait in (False, True):
+            until_all_are_here()
+            if rank() > 1:
+                continue
+            tensor = torch.ones(6 if rank() == 0 else 4)
+            try:
+                work = dist.all_reduce(tensor, group=part, async_op=wait)
+                if work is not None:
+                    work.wait()
+            except RuntimeError as error:
+                text = str(error)
+            else:
+                text = ""
+            calls = [
+                f"rank {one} called all_reduce(SUM) of float32 ({count},)"
+                for one, count in enumerate((6, 4))
+            ]
+            assert rank() == 0 or text
+            if text:
+                assert f"{calls[1 - rank()]} where {calls[rank()]}".lower() in text.lower()
+                assert "with TORCH_DISTRIBUTED_DEBUG=DETAIL the ranks compare" in text
+        until_all_are_here()
+
+    def test_sizes_that_may_differ(self) -> None:
+        from mpiddp.process_group.roll_call_words import Answer, in_words
+
+        calls = [f"all_gather of float32 ({count},)" for count in (3, 4)]
+        answers = {one: Answer(1, "", call=call) for one, call in enumerate(calls)}
+        assert in_words(range(2), answers, 1, 0).startswith("All ranks have called it")
+        answers[1] = Answer(1, "", call="all_gather of float64 (3,)")
+        assert "called all_gather of float64" in in_words(range(2), answers, 1, 0)
 
     def test_collective_that_was_entered_some_time_ago(self, part: "ProcessGroup") -> None:
         part.entered = 5 + (rank() == 0)

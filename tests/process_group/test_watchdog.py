@@ -4,6 +4,7 @@ Each test starts a job of its own.
 """
 
 import os
+import pickle
 import re
 import signal
 import textwrap
@@ -33,11 +34,14 @@ def prepare():
 """
 
 
-def run(folder: Path, source: str, seconds: float, ranks: int = 3, sleep: float = 7.0) -> list[str]:
+def run(
+    folder: Path, source: str, seconds: float, ranks: int = 3, sleep: float = 7.0, **env: str
+) -> list[str]:
     """Run a script, and return what the watchdogs have said."""
     script = folder / "script.py"
     script.write_text(PREAMBLE.replace("SLEEP", str(sleep)) + textwrap.dedent(source))
-    done = mpirun.run(ranks, [script], timeout=80, env={"MPIDDP_STALL_SECONDS": str(seconds)})
+    env["MPIDDP_STALL_SECONDS"] = str(seconds)
+    done = mpirun.run(ranks, [script], timeout=80, env=env)
     print(done.stdout, done.stderr)
     assert done.returncode == 0
     assert done.stdout.count("all well") == ranks
@@ -61,7 +65,8 @@ def test_a_collective(tmp_path: Path) -> None:
         waited = re.match(
             r"mpiddp: rank 1: all_reduce\(SUM\) of float32 \(4,\) on process group '0' has waited "
             r"(\d+) s for other ranks\. Rank 0 has not come \(last called: barrier, #\d+; "
-            rf"now at {re.escape(str(tmp_path))}/script\.py:{line} in prepare\)\. It goes on",
+            rf"0 backward passes of Linear reduced; now at {re.escape(str(tmp_path))}/script\.py:"
+            rf"{line} in prepare\)\. It goes on",
             text,
         )
         assert waited is not None
@@ -82,6 +87,23 @@ def test_a_bucket(tmp_path: Path) -> None:
     assert "mpiddp: rank 0: bucket 0 of backward pass 1 of Linear" in said[0]
     assert "Rank 2 has not come (0 of its backward passes are reduced" in said[0]
     assert "in prepare)" in said[0]
+
+
+def test_without_a_flight_recorder(tmp_path: Path) -> None:
+    """Nothing is written to files, but the watchdog sees what it needs."""
+    source = """
+    if rank == 1:
+        prepare()
+    mpiddp.flight_recorder.dump(FILE)
+    dist.barrier()
+    print("all well")
+    """
+    dumped = tmp_path / "dumped"
+    source = source.replace("FILE", f'f"{dumped}{{rank}}"')
+    said = run(tmp_path, source, 1, ranks=2, sleep=3.5, TORCH_FR_BUFFER_SIZE="0")
+    assert said
+    assert "rank 0: barrier on process group '0' has waited" in said[0]
+    assert pickle.loads(Path(f"{dumped}0").read_bytes())["entries"] == []
 
 
 @pytest.mark.slow  # its siblings stay
