@@ -29,7 +29,8 @@ class Memories:
     """
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
-        status = os.stat(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        status = folder.stat()
         keys = ranks.gather((socket.gethostname(), status.st_dev, status.st_ino))
         nodes = [[r for r in range(ranks.count) if keys[r] == key] for key in dict.fromkeys(keys)]
         number = next(i for i, members in enumerate(nodes) if ranks.rank in members)

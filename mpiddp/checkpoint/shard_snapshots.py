@@ -182,21 +182,25 @@ def _held(path: Path, step: int, share: int, shares: int) -> _Held:
     return _Held((step, digest), path, files, needed, problem)
 
 
-def read_shards(
-    into: dict[str, Any], found: Found, folder: Path, ranks: Ranks, group: Any
-) -> None:
+def read_shards(into: dict[str, Any], found: Found, root: Path, ranks: Ranks, group: Any) -> None:
     """Fill a state, also of another number of ranks than wrote it. Collective.
 
     Args:
         into: a state of the same form.
         found: by `newest`.
-        folder: of node memory, for what comes from other nodes until it is read.
+        root: this node's folder of snapshots; what comes from other nodes lies there until it is
+            read.
         ranks: of the group.
         group: whose ranks these are.
     """
     scratch: list[Path] = []
+
+    def make() -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        scratch.append(Path(tempfile.mkdtemp(prefix=".reading-", dir=root)))
+
     try:
-        _together(ranks, lambda: scratch.append(Path(tempfile.mkdtemp(dir=folder))))
+        _together(ranks, make)
         dcp_load(into, storage_reader=_Reader(scratch[0], found, ranks), process_group=group)
     finally:
         for path in scratch:

@@ -169,13 +169,12 @@ class Snapshots:
         from mpiddp.checkpoint.node_copies import Memories
         from mpiddp.checkpoint.shard_snapshots import newest, read_shards
 
-        folder = self._root.parent
-        found = newest(self._root, Memories(folder, ranks), ranks)
+        found = newest(self._root, Memories(self._root.parent, ranks), ranks)
         if found is None or (after is not None and found.step <= after):
             return None
         if into is None:
             raise TypeError(f"{found.path} is sharded: give a state to fill, load(into=state)")
-        read_shards(into, found, folder, ranks, group)
+        read_shards(into, found, self._root, ranks, group)
         return Checkpoint(into, found.step, found.path)
 
     def wait(self) -> None:

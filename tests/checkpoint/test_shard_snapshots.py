@@ -119,7 +119,7 @@ def test_a_node_is_lost(placed):
     other.take(found.state)
     after = other.bits()
     with together():
-        assert not list(folder.glob("tmp*"))
+        assert not list(folder.glob("*/.reading*"))
         assert after == before
 
 
