@@ -45,7 +45,7 @@ class Ranks:
 
     def from_first(self, value: Any) -> Any:
         """Return the first rank's value. Collective."""
-        return self._from(0, value)
+        return self.from_rank(0, value)
 
     def read_on(self, source: int, file: Path | None, weights_only: bool) -> Any:
         """Return what `torch.save` has written to a file that one rank sees. Collective.
@@ -67,7 +67,7 @@ class Ranks:
         if self.count == 1:
             return state
         large = iter([leaf for leaf in leaves(state) if _travels_alone(leaf)])
-        described = self._from(
+        described = self.from_rank(
             source,
             map_leaves(state, lambda leaf: _Absent(leaf) if _travels_alone(leaf) else leaf),
         )
@@ -82,12 +82,21 @@ class Ranks:
 
         return map_leaves(described, arrived)
 
-    def _from(self, source: int, value: Any) -> Any:
+    def from_rank(self, source: int, value: Any) -> Any:
+        """Return one rank's value. Collective."""
         if self.count == 1:
             return value
         values = [value]
         dist.broadcast_object_list(values, src=self._in_world(source), group=self._group)
         return values[0]
+
+    def begin_send(self, tensor: Tensor, target: int) -> dist.Work | None:
+        """Begin to send a tensor of host memory to another rank. Not collective."""
+        return dist.isend(tensor, self._in_world(target), group=self._group)
+
+    def begin_receive(self, tensor: Tensor, source: int) -> dist.Work | None:
+        """Begin to receive a tensor in host memory from another rank. Not collective."""
+        return dist.irecv(tensor, self._in_world(source), group=self._group)
 
     def _in_world(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)

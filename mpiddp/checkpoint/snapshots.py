@@ -1,7 +1,8 @@
 """Snapshots in the memory of each node: what a job that lost a node goes on from.
 
-Every node holds a replica, so one rank of each node keeps a copy of its own, and nothing is sent.
-They are checkpoints as of folders.py, in /dev/shm, which outlives the job's processes.
+Every node of DDP holds a replica: one rank of each keeps a copy of its own, and nothing is sent. Of
+a sharded state each node keeps its shards and those of the node before (shard_snapshots.py). Both
+are checkpoints as of folders.py, in /dev/shm, which outlives the job's processes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -23,6 +24,9 @@ from mpiddp.checkpoint.ranks import Ranks
 from mpiddp.checkpoint.saving import write
 from mpiddp.checkpoint.sharded import is_sharded
 from mpiddp.checkpoint.trees import Copier
+
+if TYPE_CHECKING:
+    from mpiddp.checkpoint.shard_rhythm import ShardRhythm
 
 __all__ = ["Snapshots"]
 
@@ -62,6 +66,8 @@ class Snapshots:
         self._writing: Future[float] | None = None
         self._copying_seconds = 0.0
         self._began = self._next = 0.0
+        self._sharded: bool | None = None  # not known
+        self._shards: ShardRhythm | None = None
 
     @property
     def _writes(self) -> bool:
@@ -69,20 +75,31 @@ class Snapshots:
         return os.environ.get("LOCAL_RANK", "0") == "0"
 
     def step(self, state: Callable[[], Any], step: int) -> bool:
-        """Make a snapshot if it is time. Not collective; every rank calls it after each step.
+        """Make a snapshot if it is time. Every rank calls it after each step.
+
+        Not collective, but for the first call where the state is sharded.
 
         Args:
-            state: returns what `mpiddp.checkpoint.save` takes, without sharded tensors. It is
-                called only if a snapshot is made.
+            state: returns what `mpiddp.checkpoint.save` takes. It is called where a snapshot is
+                made, and once on each rank.
             step: returned by `load`.
 
         Returns:
-            whether a snapshot was begun here: one rank of each node makes them.
+            whether a snapshot was begun here: one rank of each node makes them; all ranks where the
+            state is sharded.
 
         Raises:
             OSError: the last snapshot could not be written, such as for want of memory.
-            ValueError: the state has sharded tensors.
+            RuntimeError: that is so on another rank, where the state is sharded.
         """
+        if self._sharded is None:
+            self._sharded = is_sharded(state())
+            if self._sharded:
+                from mpiddp.checkpoint.shard_rhythm import ShardRhythm
+
+                self._shards = ShardRhythm(self._root, self._share, self._thread)
+        if self._shards is not None:
+            return self._shards.step(state, step)
         if not self._writes:
             return False
         if self._writing is not None:
@@ -94,50 +111,101 @@ class Snapshots:
         if time.monotonic() < self._next:
             return False
         self._began = time.monotonic()
-        given = state()
-        if is_sharded(given):
-            raise ValueError("a state with sharded tensors has no snapshots in node memory")
-        copy = self._copier.copied(given)
+        copy = self._copier.copied(state())
         self._copying_seconds = time.monotonic() - self._began
         self._writing = self._thread.submit(self._write, copy, step)
         return True
 
     def load(
-        self, *, weights_only: bool = True, group: dist.ProcessGroup | None = None
+        self,
+        *,
+        into: dict[str, Any] | None = None,
+        weights_only: bool = True,
+        group: dist.ProcessGroup | None = None,
     ) -> Checkpoint | None:
-        """Return the newest snapshot of all nodes: the same one on all ranks.
+        """Return the newest snapshot that the nodes have: the same one on all ranks.
 
-        Collective. Damaged ones are passed over.
+        Collective. Damaged ones are passed over, and sharded ones of which a shard is on no node.
 
         Args:
+            into: a state of the same form, whose tensors a sharded snapshot fills; the number of
+                ranks may be another one. Others ignore it.
             weights_only: see `torch.load`.
             group: the ranks that load together; default: all.
 
         Returns:
             what was found, its path on the node that had it; None if there is none.
+
+        Raises:
+            TypeError: the snapshot is sharded, and `into` was not given.
         """
         ranks = Ranks(group)
         mine = self._newest() if self._writes else None
+        sharded = any(entry.sharded for entry in folders.entries(self._root))
+        told = ranks.gather((mine, sharded))
         known = [
             (entry.step, -rank, entry.path)
-            for rank, entry in enumerate(ranks.gather(mine))
+            for rank, (entry, _) in enumerate(told)
             if entry is not None
         ]
+        if any(each for _, each in told):
+            loaded = self._load_shards(into, max(known)[0] if known else None, ranks, group)
+            if loaded is not None:
+                return loaded
         if not known:
             return None
         step, owner, path = max(known)
         file = None if mine is None else mine.path / folders.STATE
         return Checkpoint(ranks.read_on(-owner, file, weights_only), step, path)
 
+    def _load_shards(
+        self,
+        into: dict[str, Any] | None,
+        after: int | None,
+        ranks: Ranks,
+        group: dist.ProcessGroup | None,
+    ) -> Checkpoint | None:
+        """Load a sharded snapshot, if there is one of a later step. Collective."""
+        from mpiddp.checkpoint.node_copies import Memories
+        from mpiddp.checkpoint.shard_snapshots import newest, read_shards
+
+        found = newest(self._root, Memories(self._root.parent, ranks), ranks)
+        if found is None or (after is not None and found.step <= after):
+            return None
+        if into is None:
+            raise TypeError(f"{found.path} is sharded: give a state to fill, load(into=state)")
+        read_shards(into, found, self._root, ranks, group)
+        return Checkpoint(into, found.step, found.path)
+
+    def wait(self) -> None:
+        """Wait until the snapshot that is under way is whole.
+
+        Not collective, but where the state is sharded: there every rank calls it before the process
+        group is destroyed.
+
+        Raises:
+            OSError: it could not be written.
+            RuntimeError: that is so on another rank, where the state is sharded.
+        """
+        if self._shards is not None:
+            self._shards.wait()
+        elif self._writing is not None:
+            self._writing.result()
+
     def clear(self) -> None:
-        """Remove this node's snapshots: the training is at its end. Not collective."""
+        """Remove this node's snapshots: the training is at its end.
+
+        Not collective, but where the state is sharded.
+        """
+        if self._shards is not None:
+            self._shards.wait()
         self._thread.shutdown()
-        if self._writes:
+        if self._shards.cleans if self._shards is not None else self._writes:
             shutil.rmtree(self._root, ignore_errors=True)
 
     def _newest(self) -> folders.Entry | None:
         for entry in folders.entries(self._root):
-            if not folders.verify(entry.path):
+            if not entry.sharded and not folders.verify(entry.path):
                 return entry
         return None
 
