@@ -32,7 +32,8 @@ _SCHEDULER_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 def checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     """Initialise MPI if nobody has, and return `comm`; for None the job's, usually COMM_WORLD.
 
-    Collective where MPI is not initialised. Raises what `init_process_group` raises.
+    COMM_WORLD also where these ranks are about to come to another job. Collective where MPI is not
+    initialised. Raises what `init_process_group` raises.
     """
     module = sys.modules.get("mpi4py.MPI")
     begun = module is not None and module.Is_initialized()
@@ -50,7 +51,7 @@ def checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     _watch_finalize(MPI.COMM_WORLD)
     uncaught.watch_if_initialised()
     if comm is None:
-        if joining.is_joining():
+        if joining.is_joining() and joining.folder_to_join() is None:
             return joining.communicator()
         _refuse_separate_worlds(MPI.COMM_WORLD.Get_size())
         return MPI.COMM_WORLD
