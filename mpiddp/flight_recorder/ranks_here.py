@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Rank", "ask", "find", "is_rank", "put_up_sign", "take_down_sign"]
+__all__ = ["Rank", "ask", "find", "put_up_sign", "rank_of", "take_down_sign"]
 
 _NAME = "mpiddp-rank"
 _TARGET = f"/memfd:{_NAME} (deleted)"
@@ -52,7 +52,7 @@ def put_up_sign(number: int, rank: int, path: str) -> int:
     Not collective.
 
     Args:
-        number: of the signal.
+        number: of the signal; 0: it listens to none.
         rank: this process's in the world.
         path: of its file.
     """
@@ -85,16 +85,17 @@ def find(pattern: str = "") -> list[Rank]:
         with contextlib.suppress(OSError):
             command = (_PROC / str(process_id) / "cmdline").read_bytes()
             text = command.rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
-            if wanted.search(text) and (sign := _sign_of(process_id)):
+            if wanted.search(text) and (sign := _sign_of(process_id)) and _listens(process_id, sign):
                 found.append(Rank(process_id, sign["rank"], sign["signal"], sign["path"], text))
     return found
 
 
-def is_rank(process_id: int) -> bool:
-    """Return whether a process of this user is a rank that takes the signal. Not collective."""
+def rank_of(process_id: int) -> int | None:
+    """Return the rank of a process of this user, None if it is none. Not collective."""
     with contextlib.suppress(OSError):
-        return bool(_sign_of(process_id))
-    return False
+        rank: int | None = _sign_of(process_id).get("rank")
+        return rank
+    return None
 
 
 def ask(rank: Rank) -> str:
@@ -105,7 +106,7 @@ def ask(rank: Rank) -> str:
     except OSError as error:
         return error.strerror or str(error)
     try:
-        if not is_rank(rank.process_id):
+        if not _listens(rank.process_id, _sign_of(rank.process_id)):
             return "it has ended, or takes no signal any more"
         signal.pidfd_send_signal(descriptor, rank.signal)
     except OSError as error:
@@ -124,8 +125,7 @@ def _sign_of(process_id: int) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
             if os.readlink(each) == _TARGET:
                 said: dict[str, Any] = json.loads(each.read_bytes()[:_MOST_BYTES])
-                own = said["process"] == _own_number(process_id)
-                if own and _catches(process_id, said["signal"]):
+                if said["process"] == _own_number(process_id):
                     return said
     return {}
 
@@ -142,6 +142,8 @@ def _own_number(process_id: int) -> int:
     return int(numbers.split()[-1])
 
 
-def _catches(process_id: int, number: int) -> bool:
+def _listens(process_id: int, sign: dict[str, Any]) -> bool:
+    """Return whether a process catches the signal of its sign: others may end by it."""
     caught = int(dict(_status(process_id))["SigCgt"], 16)
-    return bool(caught >> (number - 1) & 1)
+    number = sign.get("signal", 0)
+    return number > 0 and bool(caught >> (number - 1) & 1)

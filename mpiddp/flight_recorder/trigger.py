@@ -24,7 +24,11 @@ class Trigger:
     def __init__(self) -> None:
         self._number = settings.DUMP_SIGNAL.read()
         self._thread: threading.Thread | None = None
-        self._sign = -1
+        self._listen()
+        listens_to = 0 if self._thread is None else self._number
+        self._sign = ranks_here.put_up_sign(listens_to, files.rank(), files.where())
+
+    def _listen(self) -> None:
         if not self._number or not files.size_wanted():
             return
         self._read_end, self._write_end = os.pipe2(os.O_CLOEXEC)
@@ -35,14 +39,14 @@ class Trigger:
             target=self._wait, name="mpiddp flight recorder", daemon=True
         )
         self._thread.start()
-        self._sign = ranks_here.put_up_sign(self._number, files.rank(), files.where())
 
     def stop(self) -> None:
         """Leave the signal to others. Harmless when called twice."""
+        ranks_here.take_down_sign(self._sign)
+        self._sign = -1
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        ranks_here.take_down_sign(self._sign)
         signals.remove()
         os.write(self._write_end, _END)
         thread.join()

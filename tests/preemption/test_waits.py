@@ -77,6 +77,7 @@ def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
     assert "The time limit of 2 s is over, and the job ends" in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_rank_that_has_died(tmp_path: Path) -> None:
     """Where the launcher lets the others wait."""
     done, seconds = left_alone.run(
@@ -101,16 +102,15 @@ def test_a_rank_that_has_died(tmp_path: Path) -> None:
     assert "rank 1 (process" in done.stderr
 
 
-@pytest.mark.parametrize("leaving", [0, 2], ids=["the first rank", "another rank"])
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("leaving", [2, 0], ids=["another rank", "the first rank"])
 def test_a_rank_that_ends_while_others_uninstall(tmp_path: Path, leaving: int) -> None:
     path = script(
         tmp_path,
         f"""
         if rank == {leaving}:
             sys.exit()
-        began = time.monotonic()
-        preemption.uninstall()
-        assert time.monotonic() - began < 1.9, "it has waited"
+        preemption.uninstall()  # else the job ends after the time limit
         print("uninstalled", flush=True)
         """,
     )
@@ -120,6 +120,7 @@ def test_a_rank_that_ends_while_others_uninstall(tmp_path: Path, leaving: int) -
     assert done.stdout.count("uninstalled") == 2
 
 
+@pytest.mark.thorough
 def test_a_rank_that_does_not_uninstall(tmp_path: Path) -> None:
     path = script(
         tmp_path,
