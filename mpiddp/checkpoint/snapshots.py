@@ -7,10 +7,15 @@ are checkpoints as of folders.py, in /dev/shm, which outlives the job's processe
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import getpass
 import os
 import shutil
+import sys
 import time
+import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +34,26 @@ if TYPE_CHECKING:
     from mpiddp.checkpoint.shard_rhythm import ShardRhythm
 
 __all__ = ["Snapshots"]
+
+# Those that have written, and are neither closed nor cleared.
+_open: weakref.WeakSet[Snapshots] = weakref.WeakSet()
+
+
+@atexit.register
+def _look_at_exit() -> None:
+    """Say which are left open, and whether their last snapshots have failed."""
+    for snapshots in list(_open):
+        if snapshots._process_id != os.getpid():
+            continue  # the parent's
+        try:
+            snapshots.close()
+        except Exception as error:
+            with contextlib.suppress(Exception):  # a stream that takes nothing
+                told = f"mpiddp: the last snapshot at {snapshots.root} has failed: {error}"
+                print(told, file=sys.stderr, flush=True)
+        warnings.warn(
+            f"snapshots at {snapshots.root} have not been closed", ResourceWarning, stacklevel=1
+        )
 
 
 class Snapshots:
@@ -65,9 +90,15 @@ class Snapshots:
         self._copier = Copier()
         self._writing: Future[float] | None = None
         self._copying_seconds = 0.0
+        self._process_id = os.getpid()
         self._began = self._next = 0.0
         self._sharded: bool | None = None  # not known
         self._shards: ShardRhythm | None = None
+
+    @property
+    def root(self) -> Path:
+        """The folder on this node."""
+        return self._root
 
     @property
     def _writes(self) -> bool:
@@ -200,8 +231,33 @@ class Snapshots:
         if self._shards is not None:
             self._shards.wait()
         self._thread.shutdown()
+<<<<<<< HEAD
         if self._shards.cleans if self._shards is not None else self._writes:
+=======
+        _open.discard(self)
+        if self._writes:
+>>>>>>> processes
             shutil.rmtree(self._root, ignore_errors=True)
+
+    def close(self) -> None:
+        """Wait for the last snapshot, and end the thread. What is there stays. Not collective.
+
+        `clear` ends it too. Leaving a ``with`` closes.
+
+        Raises:
+            OSError: that snapshot could not be written.
+        """
+        self._thread.shutdown()
+        _open.discard(self)
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def __enter__(self) -> Snapshots:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def _newest(self) -> folders.Entry | None:
         for entry in folders.entries(self._root):
@@ -211,6 +267,7 @@ class Snapshots:
 
     def _write(self, state: Any, step: int) -> float:
         """Write a snapshot, and return the seconds of a core that it took."""
+        _open.add(self)
         began = time.thread_time()
         write(state, self._root, step, keep=1)
         return time.thread_time() - began
