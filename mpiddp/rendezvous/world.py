@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from mpiddp.engine import forks
-from mpiddp.flight_recorder import files
+from mpiddp.flight_recorder import files, page
 from mpiddp.flight_recorder.trigger import Trigger
 from mpiddp.mpi import communicators, losses, uncaught
 from mpiddp.mpi.nodes import Topology, find_topology
@@ -422,6 +422,7 @@ def _leave_world(lost: bool = False) -> None:
         companion.leave() if lost else companion.end()
     world.completion.stop()
     world.requests.engine.stop()
+    page.leave()
     world.roll_call.free()
     world.dead_peers.close()
     world.heartbeat.close()
@@ -448,6 +449,7 @@ def _stop_at_exit() -> None:
         companion.leave()
     _world.completion.stop()
     _world.requests.engine.stop()
+    page.leave()
     _world.roll_call.stop()
     _world.heartbeat.close()
     _world.trigger.stop()
