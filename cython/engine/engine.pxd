@@ -9,6 +9,9 @@ cdef enum WaitStatus:
 # Whether `Engine.fail_channels` was called and no other engine was made since.
 cdef int has_failed() noexcept nogil
 
+# For threads that wait, after each look for signals.
+cdef int look_if_due(double *looked) except -1
+
 
 cdef class Engine:
     cdef EngineState *state

@@ -1,9 +1,11 @@
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
 
 from mpiddp.engine.memory import BucketMemory
+
+def look_while_waiting(function: Callable[[], None] | None) -> None: ...
 
 class Engine:
     def __init__(self, *, threaded: bool = True, cores: Set[int] = ...) -> None: ...

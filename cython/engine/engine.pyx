@@ -25,6 +25,7 @@ from mpiddp.system.posix cimport (
     pthread_join, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
     pthread_mutex_trylock, pthread_mutex_unlock, pthread_setaffinity_np, put, store,
 )
+from mpiddp.system.running_time cimport look, running_at
 from mpiddp.engine.forks import check as check_process
 from mpiddp.engine.memory import allocate_private
 from mpiddp.system import helpers
@@ -36,6 +37,43 @@ cdef int failed = 0
 
 cdef int has_failed() noexcept nogil:
     return load(&failed)
+
+
+# What a thread that waits calls twice a second, where no other thread looks; and when one has.
+_look = None
+cdef bint looks = False
+cdef double last_look = 0.0
+cdef double LOOK_PERIOD = 0.5
+
+
+def look_while_waiting(function):
+    """Let threads that wait call `function` twice a second; None: no more. Not collective."""
+    global _look
+    _look = function
+
+
+cdef int look_if_due(double *looked) except -1:
+    """Call what is to be called while this thread waits; it may take seconds, as it asks others.
+
+    `looked` is of Note [Running time]: for that time the process was not stopped.
+    """
+    global looks, last_look
+    if _look is None or looks or looked[0] - last_look < LOOK_PERIOD:
+        return 0
+    looks = True
+    try:
+        _look()
+    finally:
+        looks = False
+        last_look = looked[0] = now()
+    return 0
+
+
+cdef double limit_of(ChannelState *channel, double deadline, double patience) noexcept:
+    """Return the running time at which a wait is given up."""
+    if patience:
+        deadline = max(deadline, peek_time(&channel.last_progress))
+    return running_at(deadline) + patience
 
 
 cdef class Engine:
@@ -271,16 +309,19 @@ cdef class Channel:
 
         With `patience`, give up only that many seconds after the last chunk that finished here, or
         after `deadline` if that is later. Without it, other jobs do not extend the wait.
+        What the process is stopped for does not count, see Note [Running time].
         """
         cdef EngineState *state = self.engine.state
         cdef ChannelState *channel = &self.state
-        cdef double until
+        cdef double looked, running, seconds
         cdef int ended = load(&job.done)
         cdef int served
         if ended:
             return WAIT_DONE
         if is_child():
             check_process("the wait for an all-reduce")
+        looked = now()
+        running = look(&looked)
         # The engine's thread moves the messages, and this one sleeps until another rank wakes it.
         served = (
             state.running and channel.transport.wants_thread and channel.transport.sleep != NULL
@@ -292,16 +333,14 @@ cdef class Channel:
             pthread_mutex_unlock(&state.channels_lock)
         try:
             while not ended:
-                until = deadline
-                if patience:
-                    until = max(deadline, peek_time(&channel.last_progress)) + patience
+                seconds = min(limit_of(channel, deadline, patience) - running, SIGNAL_CHECK)
                 with nogil:
-                    ended = drive(state, channel, job, min(until, now() + SIGNAL_CHECK), served)
+                    ended = drive(state, channel, job, now() + seconds, served)
                 if not ended:
                     PyErr_CheckSignals()
-                    if patience:
-                        until = max(deadline, peek_time(&channel.last_progress)) + patience
-                    if now() > until:
+                    running = look(&looked)
+                    look_if_due(&looked)
+                    if running > limit_of(channel, deadline, patience):
                         return WAIT_TIMED_OUT
         finally:
             pthread_mutex_lock(&state.channels_lock)

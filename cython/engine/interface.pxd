@@ -26,7 +26,8 @@ cdef struct Job:
     void *stream            # the device's stream that fills `data`; NULL is the default one
     int done                # read and written with load/store of posix.pxd
     JobRecord *record       # where its end is noted, NULL for nowhere, ...
-    long long record_id     # ... unless that is another job's record by then
+    JobRecord *shown        # ... and here, if `record` is not NULL, for other processes, ...
+    long long record_id     # ... unless these are another job's by then
     Job *next
 
 
@@ -123,6 +124,8 @@ cdef struct EngineState:
 cdef inline void note_end(Job *job, double time) noexcept nogil:
     if job.record != NULL and peek_id(&job.record.id) == job.record_id:
         put_time(&job.record.ended, time)
+        if peek_id(&job.shown.id) == job.record_id:
+            put_time(&job.shown.ended, time)
 
 
 cdef inline void count_chunk(EngineState *state) noexcept nogil:

@@ -19,7 +19,7 @@ from mpi4py.libmpi cimport (
     MPI_Test,
 )
 
-from mpiddp.engine.engine cimport WAIT_DONE, Engine
+from mpiddp.engine.engine cimport WAIT_DONE, Engine, look_if_due
 from mpiddp.engine.forks cimport is_child
 from mpiddp.engine.interface cimport ADVANCE_DONE, ADVANCE_PENDING, Advance, Job, Transport
 from mpiddp.mpi.errors cimport check, check_errno
@@ -29,6 +29,7 @@ from mpiddp.system.posix cimport (
     pthread_condattr_setclock, pthread_condattr_t, pthread_mutex_destroy, pthread_mutex_init,
     pthread_mutex_lock, pthread_mutex_unlock, sched_yield, sleep_for,
 )
+from mpiddp.system.running_time cimport look
 from mpiddp.system.waiting cimport SPIN, sleep_after
 from mpiddp.engine.forks import check as check_process
 
@@ -229,6 +230,8 @@ cdef class Pending:
     def wait(self, double seconds):
         """Make progress until it has ended; return whether it has in time. Not collective.
 
+        What the process is stopped for does not count, see Note [Running time].
+
         Raises:
             MPIError: it ended with an error.
             KeyboardInterrupt: or whatever else a signal handler raises.
@@ -236,12 +239,15 @@ cdef class Pending:
         cdef double began = now()
         cdef double idle_since = began - SPIN if self.requests.crowded else began
         cdef double until
+        cdef double looked = began
+        cdef double running = look(&looked)
+        cdef double limit = running + seconds
         cdef int finished = self.done
         cdef Engine engine = self.requests.engine
         if is_child() and not finished:
             check_process(f"the wait for {self.call}")
         while not finished:
-            until = min(began + seconds, now() + SIGNAL_CHECK)
+            until = now() + min(limit - running, SIGNAL_CHECK)
             if self.channel is not None:
                 finished = (
                     self.channel.wait_until(&self.state.job, until, 0.0) == WAIT_DONE
@@ -253,7 +259,11 @@ cdef class Pending:
                 self.ended = finished
             if not finished:
                 PyErr_CheckSignals()
-                if now() > began + seconds:
+                if self.channel is not None:
+                    looked = now()  # its own wait has looked
+                running = look(&looked)
+                look_if_due(&looked)
+                if running > limit:
                     return False
         self.check_result()
         return True

@@ -20,6 +20,9 @@ from torch.distributed import ReduceOp
 
 from mpiddp.engine.interface cimport Job, JobRecord, note_end
 from mpiddp.engine.requests cimport Pending
+from mpiddp.flight_recorder.page cimport (
+    last_bucket, last_operation, show_bucket, show_end, show_operation,
+)
 from mpiddp.system.kernels cimport (
     ELEMENT_BFLOAT16, ELEMENT_FLOAT16, ELEMENT_FLOAT32, ELEMENT_FLOAT64,
 )
@@ -231,6 +234,10 @@ def begin(
         record.started = record.began
     _note_call(record, call)
     _note_frames(record)
+    show_operation(
+        record.job.id, source, number, record.began, record.name, record.detail, record.dtype,
+        record.tensors, record.dimensions, record.shape,
+    )
     return record.job.id
 
 
@@ -249,6 +256,7 @@ def attach(long long id_, Pending pending not None):
     cdef Record *record = _find(id_)
     if record != NULL:
         pending.state.job.record_id = id_
+        pending.state.job.shown = last_operation()
         pending.state.job.record = &record.job
 
 
@@ -257,6 +265,7 @@ def ended(long long id_):
     cdef Record *record = _find(id_)
     if record != NULL:
         put_time(&record.job.ended, now())
+        show_end(id_, record.job.ended)
 
 
 def failed(long long id_):
@@ -264,6 +273,7 @@ def failed(long long id_):
     cdef Record *record = _find(id_)
     if record != NULL:
         put_time(&record.job.ended, -1)
+        show_end(id_, -1)
 
 
 def fail_source(int source):
@@ -290,7 +300,9 @@ cdef void begin_bucket(
     record.element = element
     record.started = record.began
     job.record_id = record.job.id
+    job.shown = last_bucket()
     job.record = &record.job
+    show_bucket(record.job.id, source, number, record.began)
 
 
 cdef tuple _call_of(Record *record):

@@ -37,13 +37,14 @@ from posix.time cimport timespec
 
 import torch
 
-from mpiddp.engine.engine cimport has_failed
+from mpiddp.engine.engine cimport has_failed, look_if_due
 from mpiddp.engine.interface cimport (
     ADVANCE_BLOCKED, ADVANCE_DONE, ADVANCE_PENDING, ADVANCE_SOME, Advance, Job, Transport,
 )
 from mpiddp.system.helpers cimport share
 from mpiddp.system.kernels cimport element_bytes, selected_kernels
 from mpiddp.system.posix cimport as_timespec, now, store
+from mpiddp.system.running_time cimport look
 from mpiddp.transports.shared_memory cimport Mapping
 from mpiddp.engine.memory import BucketMemory
 from mpiddp.transports import shared_memory
@@ -135,10 +136,12 @@ cdef int wait_for(Bell *counter, uint32_t target, double timeout, bint crowded) 
     Args:
         counter: whoever rings it wakes the waiting ranks.
         target: the number.
-        timeout: in seconds.
+        timeout: in seconds in which this process runs.
         crowded: there are more ranks than cores; sleep at once.
     """
     cdef double began = now()
+    cdef double looked = began
+    cdef double last = look(&looked) + timeout
     cdef double limit
     cdef uint32_t counted
     if reached(load32(&counter.rung), target):
@@ -155,8 +158,9 @@ cdef int wait_for(Bell *counter, uint32_t target, double timeout, bint crowded) 
         PyErr_CheckSignals()
         if has_failed():
             raise RuntimeError("a rank was lost that this one waits for in memory that they share")
-        if now() - began > timeout:
+        if look(&looked) > last:
             return 0
+        look_if_due(&looked)
 
 
 cdef int reached(uint32_t counter, uint32_t target) noexcept nogil:

@@ -231,22 +231,21 @@ class Snapshots:
         if self._shards is not None:
             self._shards.wait()
         self._thread.shutdown()
-<<<<<<< HEAD
-        if self._shards.cleans if self._shards is not None else self._writes:
-=======
         _open.discard(self)
-        if self._writes:
->>>>>>> processes
+        if self._shards.cleans if self._shards is not None else self._writes:
             shutil.rmtree(self._root, ignore_errors=True)
 
     def close(self) -> None:
-        """Wait for the last snapshot, and end the thread. What is there stays. Not collective.
+        """Wait for the last snapshot, and end the thread. What is there stays.
 
-        `clear` ends it too. Leaving a ``with`` closes.
+        Not collective, but where the state is sharded. `clear` ends it too. Leaving a ``with``
+        closes.
 
         Raises:
             OSError: that snapshot could not be written.
         """
+        if self._shards is not None:
+            self._shards.wait()
         self._thread.shutdown()
         _open.discard(self)
         writing, self._writing = self._writing, None

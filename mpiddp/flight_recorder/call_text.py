@@ -5,6 +5,8 @@ The tuple holds no tensor: it would keep the tensor's memory alive.
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
@@ -17,6 +19,7 @@ __all__ = [
     "describe_call",
     "describe_dtype",
     "is_of_a_library",
+    "place",
     "ranks_in_words",
 ]
 
@@ -70,6 +73,20 @@ def describe_dtype(dtype: torch.dtype) -> str:
 def is_of_a_library(file: str) -> bool:
     """Return whether a file of Python is torch's, mpiddp's or Python's own. Not collective."""
     return any(part in file for part in _LIBRARIES)
+
+
+def place() -> str:
+    """Return where the main thread's program is, such as "now at train.py:30 in load".
+
+    Not collective. "" if it is in no code of the user's.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not is_of_a_library(file):
+            return f"now at {file}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
 
 
 def ranks_in_words(world_ranks: Sequence[int], members: Iterable[int]) -> str:

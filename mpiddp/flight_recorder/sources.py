@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mpiddp.flight_recorder import page
+
 __all__ = ["BUCKETS", "Messages", "Source", "add", "add_module", "begin", "known"]
 
 # A bucket's number: backward passes that were reduced above, its index below.
@@ -45,7 +47,15 @@ def add(source: Source) -> Source:
     """Give a source its number, and return it. Not collective."""
     source.number = next(_numbers)
     _sources[source.number] = source
+    if not source.messages:  # there are many of these, and few places
+        page.name(source.number, source.module or source.name)
     return source
+
+
+def rename(source: Source, name: str) -> None:
+    """Give a source the name that torch has found. Not collective."""
+    source.name = name
+    page.name(source.number, name)
 
 
 def add_module(group: Source, number: int, name: str) -> Source:

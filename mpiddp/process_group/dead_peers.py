@@ -20,10 +20,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpiddp.flight_recorder import ring, sources
+from mpiddp.flight_recorder import page, ring, sources
 from mpiddp.flight_recorder.torch_format import words_of
 from mpiddp.mpi.abort import abort_job
 from mpiddp.mpi.nodes import ranks_of_node
+from mpiddp.process_group import node_states
+from mpiddp.system import running_time
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -63,16 +65,19 @@ class DeadPeers:
         node = ranks_of_node(communicator)
         self._patience = _GRACE + _STAGGER * min(node.Get_rank(), _MOST_STAGGERED)
         # Their numbers mean something in the same namespace only: ranks may be in containers.
-        everyone = node.allgather((self._rank, os.getpid(), _namespace()))
+        everyone = node.allgather((self._rank, os.getpid(), _namespace(), page.share()))
+        beside = {}
         self._peers: dict[int, _Peer] = {}
         self._poll = select.poll()
-        for rank, process_id, namespace in everyone:
+        for rank, process_id, namespace, descriptor_of_page in everyone:
             if rank != self._rank and namespace == _namespace() != 0:
+                beside[rank] = process_id, descriptor_of_page
                 # Some sandboxes, and Linux before 5.3, have no such descriptors.
                 with contextlib.suppress(OSError):
                     descriptor = os.pidfd_open(process_id)
                     self._peers[descriptor] = _Peer(rank, process_id)
                     self._poll.register(descriptor, select.POLLIN)
+        node_states.begin(beside)
         # Called instead of ending the job, where the others can go on.
         self.on_loss: Callable[[], None] | None = None
         # So nobody has ended, and its number is nobody else's, before all have looked.
@@ -97,6 +102,7 @@ class DeadPeers:
 
     def close(self) -> None:
         """Stop watching. Not collective."""
+        node_states.end()
         for descriptor in self._peers:
             os.close(descriptor)
         self._peers.clear()
@@ -115,7 +121,9 @@ def waits_for(ranks: Sequence[int], at_least: float = 0.0) -> str:
     known = sources.known()
     for record in ring.snapshot():
         source = known.get(record[1])
-        if record[8] or source is None or time.monotonic() - record[6] < at_least:
+        if record[8] or source is None:
+            continue
+        if running_time.now() - running_time.at(record[6]) < at_least:
             continue
         if any(rank in source.ranks for rank in ranks):
             return f"{words_of(record, source)} of group {source.name!r}"

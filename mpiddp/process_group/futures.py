@@ -13,8 +13,10 @@ The threads are daemons: others would keep the interpreter alive after a failure
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING
+
+from mpiddp.process_group.work import LOOK
+from mpiddp.system import running_time
 
 if TYPE_CHECKING:
     from mpiddp.engine.requests import Requests
@@ -85,8 +87,10 @@ class FutureCompleter:
 
     def _next_due(self) -> list[Work]:
         """Watch until some operations are due; let another thread watch the others."""
+        clock = running_time.Clock()
         while True:
             ticket = self._requests.ticket
+            running = clock.now()
             with self._wanted:
                 due = [work for work in self._works if work.is_due()]
                 if due or not self._works:
@@ -95,8 +99,8 @@ class FutureCompleter:
                     if self._works:
                         self._call_thread()
                     return due
-                seconds = min(work.deadline for work in self._works) - time.monotonic()
-            self._requests.watch(ticket, max(seconds, 0.0))
+                seconds = min(work.deadline for work in self._works) - running
+            self._requests.watch(ticket, min(max(seconds, 0.0), LOOK))
 
 
 def _end_all(works: list[Work]) -> None:

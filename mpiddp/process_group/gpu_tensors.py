@@ -32,6 +32,7 @@ from mpiddp.collectives import movement, point_to_point, reductions
 from mpiddp.gpu.runtime import Event
 from mpiddp.process_group.gpu_copies import copier_of
 from mpiddp.process_group.work import NOT_GIVEN, OperationFuture, Work
+from mpiddp.system import running_time
 
 if TYPE_CHECKING:
     from mpiddp.collectives.operation import Operation
@@ -326,10 +327,11 @@ def _wait(group: RunningGroup, name: str, device: torch.device, event: Event) ->
 
     What the stream itself waits for may come from them.
     """
-    began = time.monotonic()
+    clock = running_time.Clock()
+    began = clock.now()
     limit = group.timeout.total_seconds()
     while not event.query():
-        waited = time.monotonic() - began
+        waited = clock.now() - began
         if waited > limit:
             raise RuntimeError(
                 f"rank {group.rank()} of {group.size()}: {name} on process group "

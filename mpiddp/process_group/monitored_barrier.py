@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from mpiddp.collectives.point_to_point import BARRIER, own_tag
+from mpiddp.system import running_time
 
 if TYPE_CHECKING:
     from mpiddp.process_group.interface import RunningGroup
@@ -54,8 +55,7 @@ class MonitoredBarrier:
             RuntimeError: on all ranks; rank 0 and those that are here name who is missing.
         """
         number = next(self._numbers)
-        began = time.monotonic()
-        deadline = began + timeout.total_seconds()
+        deadline = running_time.now() + timeout.total_seconds()
         if self._group.rank() == 0:
             self._wait_for_all(number, deadline, timeout, wait_all_ranks)
         else:
@@ -111,7 +111,8 @@ class MonitoredBarrier:
     def _receive(self, number: int, deadline: float) -> tuple[int, str] | None:
         """Return sender and text of the next message of barrier `number`, None if it is late."""
         communicator, status = self._group.communicator, MPI.Status()
-        began = time.monotonic()
+        clock = running_time.Clock()
+        began = clock.now()
         while True:
             if communicator.Iprobe(source=MPI.ANY_SOURCE, tag=self._tag, status=status):
                 data = bytearray(status.Get_count(MPI.BYTE))
@@ -119,7 +120,7 @@ class MonitoredBarrier:
                 if _NUMBER.unpack_from(data)[0] == number:
                     return status.Get_source(), data[_NUMBER.size :].decode()
                 continue  # of a barrier that has failed
-            now = time.monotonic()
+            now = clock.now()
             if now > deadline:
                 return None
             # Other ranks may wait for a bucket of this one before they come here.

@@ -6,7 +6,6 @@ It does not know the individual operations: `mpiddp.process_group.group` defines
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -33,6 +32,7 @@ from mpiddp.process_group.roll_call import RollCall
 from mpiddp.process_group.watchdog import ended_with_block, limited
 from mpiddp.process_group.work import COMPLETED, CompletedWork, Work
 from mpiddp.process_group.wrapped_modules import WrappedModules
+from mpiddp.system import running_time
 from mpiddp.torch_internals.compiler import skip_compilation
 from mpiddp.torch_internals.profiling import Event
 
@@ -121,7 +121,8 @@ class OperationRunner(dist.ProcessGroup):
         return ranks_in_words(self.world_ranks, members)
 
     def _set_group_name(self, name: str) -> None:
-        self._name = self.source.name = name
+        self._name = name
+        sources.rename(self.source, name)
 
     def _set_group_desc(self, description: str) -> None:
         super()._set_group_desc(description)
@@ -365,8 +366,8 @@ class OperationRunner(dist.ProcessGroup):
             for pending in waited:
                 if pending.wait(_SHORT):
                     continue
-                until = until or time.monotonic() + self._limit(opts) - _SHORT
-                if not pending.wait(max(until - time.monotonic(), 0.0)):
+                until = until or running_time.now() + self._limit(opts) - _SHORT
+                if not pending.wait(max(until - running_time.now(), 0.0)):
                     raise self.timed_out(name, self._limit(opts), number)
         except BaseException as error:
             ring.failed(record)

@@ -8,7 +8,8 @@ on a communicator of the world that is used for nothing else. A thread in each p
 questions twice a second and answers them, wherever the program itself is at that moment: in a data
 loader, in another collective, or waiting in vain and asking as well. The asking rank waits a few
 seconds at most for answers. So ranks that have ended, hang without releasing the GIL or are cut off
-cost no more than that, and are named as silent.
+cost no more than that, and are named as silent; for those of its node it looks itself, see
+node_states.py. Where there is no such thread, those that wait look and answer while they wait.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import contextlib
 import hashlib
 import itertools
 import struct
-import sys
 import threading
 import time
 import weakref
@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
-from mpiddp import settings
+from mpiddp.engine.engine import look_while_waiting
 from mpiddp.flight_recorder import files, ring
-from mpiddp.flight_recorder.call_text import describe, is_of_a_library
+from mpiddp.flight_recorder.call_text import describe, place
 from mpiddp.flight_recorder.sources import BUCKETS
 from mpiddp.mpi import communicators
 from mpiddp.process_group.roll_call_words import (
@@ -92,7 +92,8 @@ class RollCall:
         self._asking = threading.Lock()
         self._numbers = itertools.count(1)
         self._ending = threading.Event()
-        # Called twice a second by the thread that answers.
+        self._asked = False
+        # Called twice a second by the thread that answers, or by one that waits.
         self.watches: list[Callable[[], None]] = []
         # Messages that may not have left yet, with their memory.
         self._leaving: list[tuple[MPI.Request, bytes | bytearray]] = []
@@ -103,12 +104,15 @@ class RollCall:
         self._unfinished: object = None
         self._communicator: MPI.Intracomm | None = None
         self._thread: threading.Thread | None = None
-        if not threaded or communicator.Get_size() == 1:
+        if communicator.Get_size() == 1:
             return
         self._communicator = communicators.note(communicator.Dup())
         self._communicator.Set_name("mpiddp roll call")
         self._communicator.Set_errhandler(MPI.ERRORS_RETURN)
-        self.start()
+        if threaded:
+            self.start()
+        else:
+            look_while_waiting(self._look)
 
     @property
     def threaded(self) -> bool:
@@ -138,6 +142,7 @@ class RollCall:
     def stop(self) -> None:
         """End the thread: from now on this process does not answer. Not collective."""
         self._ending.set()
+        look_while_waiting(None)
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -164,8 +169,6 @@ class RollCall:
         """
         wanted = group.entered if number is None else number
         own = Answer(group.entered, _last_of(group), call=_call_in_words(group, wanted)[0])
-        if self._thread is None:
-            return f"Which ranks are missing cannot be told with {settings.PROGRESS_THREAD.name}=0"
         self._let_the_others_write(group)
         answers = self._ask(group, number=wanted) or {}
         answers[group.rank()] = own
@@ -181,8 +184,6 @@ class RollCall:
             group: given to `add` before.
             number: which of its collectives, counted from 1.
         """
-        if self._thread is None:
-            return ""
         self._let_the_others_write(group)
         answers = self._ask(group, number=number) or {}
         answers[group.rank()] = Answer(number, "", call=_call_in_words(group, number)[0])
@@ -198,8 +199,6 @@ class RollCall:
             module: its number in the group.
             number: the bucket's, as bucket_progress.py counts them.
         """
-        if self._thread is None:
-            return f"Which ranks are missing cannot be told with {settings.PROGRESS_THREAD.name}=0"
         self._let_the_others_write(group)
         answers = self._ask(group, module) or {}
         answers[group.rank()] = Answer(number, "")
@@ -228,9 +227,8 @@ class RollCall:
 
         Takes up to some seconds.
         """
-        if self._thread is not None:
-            self._let_the_others_write(group)
-            self._ask(group)
+        self._let_the_others_write(group)
+        self._ask(group)
 
     def explain_stall(self, group: CountedGroup, module: int, number: int) -> str | None:
         """Return which ranks keep an operation or a bucket waiting, and what they do instead.
@@ -332,7 +330,7 @@ class RollCall:
             while len(answers) < len(asked) and time.monotonic() < deadline:
                 received = self._receive(_ANSWER_TAG, deadline)
                 if received is None:
-                    if not (answering and self._answer_one()):
+                    if not ((answering or self._thread is None) and self._answer_one()):
                         time.sleep(_NAP)
                     continue
                 world_rank, data = received
@@ -352,20 +350,23 @@ class RollCall:
     # Answering.
 
     def _answer_questions(self) -> None:
-        asked = False
         while not self._ending.wait(_PERIOD) and not MPI.Is_finalized():
-            # As in _ask: after one rank has ended, the others may still ask, and are watched.
+            self._look()
+
+    def _look(self) -> None:
+        """Answer and watch: twice a second, in the thread here or in one that waits."""
+        # As in _ask: after one rank has ended, the others may still ask, and are watched.
+        with contextlib.suppress(MPI.Exception):
+            while self._answer_one():
+                self._asked = True
+        # Whoever asks has waited in vain: what this rank does now may tell why.
+        if self._asked and files.dump_soon("another rank has waited in vain"):
+            self._asked = False
+        for watch in self.watches:
             with contextlib.suppress(MPI.Exception):
-                while self._answer_one():
-                    asked = True
-            # Whoever asks has waited in vain: what this rank does now may tell why.
-            if asked and files.dump_soon("another rank has waited in vain"):
-                asked = False
-            for watch in self.watches:
-                with contextlib.suppress(MPI.Exception):
-                    watch()
-            with self._leaving_lock, contextlib.suppress(MPI.Exception):
-                self._leaving = [sent for sent in self._leaving if not sent[0].Test()]
+                watch()
+        with self._leaving_lock, contextlib.suppress(MPI.Exception):
+            self._leaving = [sent for sent in self._leaving if not sent[0].Test()]
 
     def _answer_one(self) -> bool:
         """Answer a question if there is one, and return whether there was."""
@@ -440,20 +441,6 @@ class RollCall:
             pass  # a rank was lost, and the communicator is revoked
         self._leaving.clear()
         return True
-
-
-def place() -> str:
-    """Return where the main thread's program is, such as "now at train.py:30 in load".
-
-    Not collective. "" if it is in no code of the user's.
-    """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not is_of_a_library(file):
-            return f"now at {file}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""
 
 
 def _last_of(group: CountedGroup) -> str:

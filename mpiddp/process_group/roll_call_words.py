@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpiddp.flight_recorder.call_text import ranks_in_words
+from mpiddp.process_group import node_states
 
 __all__ = [
     "UNKNOWN_GROUP",
@@ -129,9 +130,7 @@ def who(world_ranks: Sequence[int], ranks: Sequence[int], one: str, several: str
 def silent(world_ranks: Sequence[int], answers: dict[int, Answer]) -> list[str]:
     """Return which ranks have not answered, as one string or none. Not collective."""
     ranks = [rank for rank in range(len(world_ranks)) if rank not in answers]
-    if not ranks:
-        return []
-    return [f"{who(world_ranks, ranks, 'does', 'do')} not answer (ended, or stuck outside Python)"]
+    return node_states.describe_silent(world_ranks, ranks)
 
 
 def sentence(told: Sequence[str]) -> str:

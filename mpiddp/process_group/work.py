@@ -24,7 +24,6 @@ waits in C++, torch's own reducer, is served by the threads of mpiddp.process_gr
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,7 @@ from torch._C._distributed_c10d import Work as TorchWork
 
 from mpiddp.engine import forks
 from mpiddp.flight_recorder import ring
+from mpiddp.system import running_time
 
 if TYPE_CHECKING:
     from mpiddp.collectives.operation import Operation
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from mpiddp.torch_internals.profiling import Event
 
 NOT_GIVEN = timedelta(0)  # torch's default in Work.wait
+
+# Seconds between two looks at the clock, see Note [Running time].
+LOOK = 0.5
 
 
 class Work(TorchWork):
@@ -81,7 +84,7 @@ class Work(TorchWork):
         self.pending = pending
         self.number = number
         self._seconds = seconds
-        self.deadline = time.monotonic() + seconds
+        self.deadline = running_time.now() + seconds
         self._lock = threading.Lock()
         self._result: Any = None
         self._error: Exception | None = None
@@ -110,9 +113,9 @@ class Work(TorchWork):
         if self._operation is not None:
             forks.check(f"the wait for {self.name}")
             seconds = self._seconds if seconds is None else seconds
-            until = time.monotonic() + seconds
+            until = running_time.now() + seconds
             # Another thread may wait here already, and longer.
-            if not self._lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+            if not _acquired(self._lock, until):
                 return False
             try:
                 if self._operation is not None:
@@ -190,7 +193,7 @@ class Work(TorchWork):
         return (
             self._operation is None
             or all(pending.done for pending in self.pending)
-            or time.monotonic() > self.deadline
+            or running_time.now() > self.deadline
         )
 
     def end_if_due(self) -> bool:
@@ -203,7 +206,7 @@ class Work(TorchWork):
                 if self._operation is not None:
                     if all(pending.done for pending in self.pending):
                         self._drive(0.0, gives_up=False)
-                    elif time.monotonic() > self.deadline:
+                    elif running_time.now() > self.deadline:
                         self._give_up()
             finally:
                 self._lock.release()
@@ -222,7 +225,7 @@ class Work(TorchWork):
         """Wait for what is pending, then end; if the time is over before, perhaps give up."""
         try:
             for pending in self.pending:
-                if not pending.wait(max(until - time.monotonic(), 0.0)):
+                if not pending.wait(max(until - running_time.now(), 0.0)):
                     if gives_up:
                         self._give_up()
                     return
@@ -283,6 +286,15 @@ class Work(TorchWork):
 
     def _value(self) -> Any:
         return self._result() if callable(self._result) else self._result
+
+
+def _acquired(lock: threading.Lock, until: float) -> bool:
+    """Acquire a lock before the running time is `until`; return whether that was possible."""
+    clock = running_time.Clock()
+    while not lock.acquire(timeout=min(max(until - clock.now(), 0.0), LOOK)):
+        if clock.now() > until:
+            return False
+    return True
 
 
 class OperationFuture(torch.futures.Future[Any]):

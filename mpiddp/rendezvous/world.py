@@ -10,7 +10,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from mpiddp.engine import forks
-from mpiddp.flight_recorder import files
+from mpiddp.flight_recorder import files, page
 from mpiddp.flight_recorder.trigger import Trigger
 from mpiddp.mpi import communicators, losses, uncaught
 from mpiddp.mpi.nodes import Topology, find_topology
@@ -323,7 +323,7 @@ def recorded(name: str) -> AbstractContextManager[None]:
     from mpiddp.process_group.forming_group import NamedWait
 
     if _world is None:
-        return contextlib.nullcontext()
+        return nullcontext()
     wait = _world.waits.get(name)
     if wait is None:
         timeout = getattr(dist.group.WORLD, "timeout", DEFAULT_TIMEOUT)
@@ -436,6 +436,7 @@ def _leave_world(lost: bool = False) -> None:
         companion.leave() if lost else companion.end()
     world.completion.stop()
     world.requests.engine.stop()
+    page.leave()
     world.roll_call.free()
     world.dead_peers.close()
     world.heartbeat.close()
@@ -462,6 +463,7 @@ def _stop_at_exit() -> None:
         companion.leave()
     _world.completion.stop()
     _world.requests.engine.stop()
+    page.leave()
     _world.roll_call.stop()
     _world.heartbeat.close()
     _world.trigger.stop()

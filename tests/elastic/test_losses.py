@@ -43,6 +43,22 @@ def test_others_go_on(transport: str) -> None:
 
 
 @needs_ulfm
+@pytest.mark.parametrize(
+    "transport", ["auto", pytest.param("mpi", id="through MPI", marks=pytest.mark.slow)]
+)
+def test_ranks_that_wait_hear_of_a_loss_without_a_thread(transport: str) -> None:
+    """A rank waits in memory that the ranks share, of which MPI knows nothing."""
+    done = train(
+        3, 200, "--kill=1:0.3", MPIDDP_PROGRESS_THREAD="0", MPIDDP_TRANSPORT=transport
+    )
+    assert done.returncode == 0
+    ended = said(done)
+    assert [each["rank"] for each in ended] == [0, 2]
+    assert [[ranks for ranks, _ in each["worlds"]] for each in ended] == [[3, 2]] * 2
+    assert {each["steps"] for each in ended} == {200}
+
+
+@needs_ulfm
 @pytest.mark.slow
 def test_same_bits_as_a_run_of_the_others() -> None:
     """A rank that is lost before the first step leaves no trace."""

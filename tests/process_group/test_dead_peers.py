@@ -48,6 +48,30 @@ def test_ends_the_job(tmp_path: Path, by_signal: bool, waits: str, said: str) ->
     assert line[1] in (known, "has ended", "has ended with status 3")
 
 
+@pytest.mark.slow  # elastic/test_losses.py has the like
+def test_ends_the_job_without_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that wait look themselves, in the wait for a bucket in memory that they share."""
+    monkeypatch.setenv("MPIDDP_PROGRESS_THREAD", "0")
+    done, seconds = run(
+        tmp_path,
+        """
+        if rank == 1:
+            die(True)
+        model(torch.ones(1, 10)).sum().backward()
+        print("still here")
+        """,
+    )
+    assert "still here" not in done.stdout
+    assert seconds < AT_ONCE
+    assert re.search(
+        r"mpiddp: rank [02]: rank 1 \(process \d+ on \S+\) .*, and this rank waits for its part of "
+        r"bucket 0 of backward pass 1 of Linear of group '.*'\. The job ends",
+        done.stderr,
+    )
+
+
 @pytest.mark.slow  # its siblings stay
 def test_others_go_on_where_nobody_waits_for_it(tmp_path: Path) -> None:
     """It ends without MPI, and the others work in a group of their own."""

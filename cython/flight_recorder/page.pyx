@@ -1,0 +1,264 @@
+"""What this process did last, in a page of memory that other processes of the node can read.
+
+Note [A page for others]
+~~~~~~~~~~~~~~~~~~~~~~~~
+A rank that is stopped, or that holds the GIL, answers no question. So each keeps the last operation
+and the last bucket in a memfd, which the others map when a world begins (process_group's
+node_states.py); they read it even after it has died. It is written beside the record in the ring,
+see Note [Records]: some numbers, and words only where they are not those of the operation before.
+Nothing is locked. Whoever reads it while it is written may get half of each; that is rare, since
+one reads the pages of ranks that are stuck.
+"""
+
+from cpython.ref cimport PyObject
+from libc.string cimport memcpy, memset
+
+import mmap
+import os
+from collections import namedtuple
+
+from mpiddp.engine.interface cimport JobRecord
+from mpiddp.system.posix cimport put_id, put_time
+from mpiddp.flight_recorder.call_text import describe_dtype, describe_call
+
+
+cdef extern from "Python.h":
+    const char *PyUnicode_AsUTF8AndSize(PyObject *, Py_ssize_t *) except NULL
+    void release "Py_XDECREF" (void *)
+    void retain "Py_XINCREF" (void *)
+
+
+cdef extern from "<string.h>":
+    size_t strnlen(const char *, size_t)
+
+
+cdef enum:
+    MOST_BYTES = 48
+    MOST_DIMENSIONS = 8
+    MOST_SOURCES = 48
+
+
+cdef struct ShownOperation:
+    JobRecord job
+    double began
+    long long number
+    int source
+    int tensors
+    int dimensions
+    char[MOST_BYTES] name
+    char[MOST_BYTES] detail
+    char[MOST_BYTES] dtype
+    long long[MOST_DIMENSIONS] shape
+
+
+cdef struct ShownBucket:
+    JobRecord job
+    double began
+    long long number
+    int source
+
+
+cdef struct ShownSource:
+    int number
+    char[MOST_BYTES + 4] words
+
+
+cdef struct Page:
+    int left                # whether the process has left its world
+    ShownOperation operation
+    ShownBucket bucket
+    ShownSource[MOST_SOURCES] sources
+
+
+BYTES = mmap.PAGESIZE
+
+Operation = namedtuple("Operation", "words source number began ended")
+Bucket = namedtuple("Bucket", "source number began ended")
+
+cdef Page own
+cdef Page *page = &own
+_forget(page)
+
+# What the page's words are of; kept, so that nothing else gets the same address.
+cdef PyObject *shown_name = NULL
+cdef PyObject *shown_detail = NULL
+cdef PyObject *shown_dtype = NULL
+
+# The words of each detail and dtype that was shown.
+_words = {}
+_dtypes = {}
+
+# The memory and its descriptor, which stay as long as the process: others may look at any time.
+_memory = None
+_descriptor = -1
+
+
+cdef void _forget(Page *each) noexcept:
+    memset(each, 0, sizeof(Page))
+    each.operation.job.id = each.bucket.job.id = -1
+
+
+def share():
+    """Forget what was done last, and let others see what follows; return a descriptor of memory.
+
+    Not collective. -1 where the system gives no such memory.
+    """
+    global _memory, _descriptor, page
+    cdef unsigned char[::1] view
+    if _memory is None:
+        try:
+            _descriptor = os.memfd_create("mpiddp-last-done", os.MFD_CLOEXEC)
+            os.ftruncate(_descriptor, BYTES)
+            _memory = mmap.mmap(_descriptor, BYTES)
+        except OSError:
+            return -1
+        retain(<PyObject *>_memory)  # the engine's thread may still write at the interpreter's end
+        view = _memory
+        memcpy(&view[0], page, sizeof(Page))
+        page = <Page *>&view[0]
+    page.operation.job.id = page.bucket.job.id = -1
+    page.left = False
+    return _descriptor
+
+
+def leave():
+    """Say that this process leaves its world, and waits for nobody. Not collective."""
+    page.left = True
+
+
+def _leave_page():
+    """In a forked process: what it does is not the parent's."""
+    global page
+    page = &own
+
+
+os.register_at_fork(after_in_child=_leave_page)
+
+
+def name(int number, str words not None):
+    """Say what a source is, of which operations or buckets will be shown. Not collective."""
+    cdef ShownSource *source = &page.sources[number % MOST_SOURCES]
+    source.number = number
+    _put_words(source.words, sizeof(source.words), words.encode())
+
+
+cdef void _put_words(char *place, size_t size, bytes words):
+    cdef const char *text = words
+    cdef size_t length = min(<size_t>len(words), size - 1)
+    memcpy(place, text, length)
+    place[length] = 0
+
+
+cdef void _hold(PyObject **place, PyObject *value) noexcept:
+    cdef PyObject *before = place[0]
+    retain(value)
+    place[0] = value
+    release(before)
+
+
+cdef JobRecord *last_operation() noexcept:
+    return &page.operation.job
+
+
+cdef JobRecord *last_bucket() noexcept:
+    return &page.bucket.job
+
+
+cdef void show_bucket(long long id_, int source, long long number, double began) noexcept:
+    put_id(&page.bucket.job.id, id_)
+    put_time(&page.bucket.job.ended, 0)
+    page.bucket.began = began
+    page.bucket.number = number
+    page.bucket.source = source
+
+
+cdef int show_operation(
+    long long id_, int source, long long number, double began, PyObject *name, PyObject *detail,
+    PyObject *dtype, int tensors, int dimensions, const long long *shape
+) except -1:
+    cdef ShownOperation *shown = &page.operation
+    cdef const char *text
+    cdef Py_ssize_t length
+    put_id(&shown.job.id, id_)
+    put_time(&shown.job.ended, 0)
+    shown.began = began
+    shown.number = number
+    shown.source = source
+    shown.tensors = tensors
+    shown.dimensions = min(dimensions, MOST_DIMENSIONS)
+    memcpy(shown.shape, shape, shown.dimensions * sizeof(long long))
+    if name != shown_name:
+        text = PyUnicode_AsUTF8AndSize(name, &length)
+        length = min(length, MOST_BYTES - 1)
+        memcpy(shown.name, text, length)
+        shown.name[length] = 0
+        _hold(&shown_name, name)
+    if detail != shown_detail:
+        # By type as well: some of torch's are equal to a number.
+        words = _words.get((type(<object>detail), <object>detail))
+        if words is None:
+            words = describe_call("", <object>detail).encode()
+            if len(_words) < 1000:
+                _words[(type(<object>detail), <object>detail)] = words
+        _put_words(shown.detail, MOST_BYTES, words)
+        _hold(&shown_detail, detail)
+    if dtype != shown_dtype:
+        words = _dtypes.get(<object>dtype)
+        if words is None:
+            words = b"" if <object>dtype is None else describe_dtype(<object>dtype).encode()
+            _dtypes[<object>dtype] = words
+        _put_words(shown.dtype, MOST_BYTES, words)
+        _hold(&shown_dtype, dtype)
+    return 0
+
+
+cdef void show_end(long long id_, double time) noexcept:
+    if page.operation.job.id == id_:
+        put_time(&page.operation.job.ended, time)
+
+
+cdef str _text(const char *place, size_t size):
+    return place[:strnlen(place, size)].decode(errors="replace")
+
+
+cdef str _source(const Page *read, int number):
+    cdef const ShownSource *source
+    if number < 0:
+        return ""
+    source = &read.sources[number % MOST_SOURCES]
+    return _text(source.words, sizeof(source.words)) if source.number == number else ""
+
+
+def read(bytes memory not None):
+    """Return the last operation and bucket that a page tells of, and whether its process has left.
+
+    Not collective. None for none. An operation is its words, the name of its source, its number
+    there, and when it began and ended, as in the ring's records.
+
+    Args:
+        memory: the bytes of a page; its process may be another one's.
+    """
+    cdef Page found
+    cdef ShownOperation *shown = &found.operation
+    cdef int index
+    if len(memory) < <Py_ssize_t>sizeof(Page):
+        return None, None, False
+    memcpy(&found, <const char *>memory, sizeof(Page))
+    operation = bucket = None
+    if shown.job.id >= 0:
+        words = _text(shown.name, MOST_BYTES) + _text(shown.detail, MOST_BYTES)
+        if shown.dtype[0]:
+            dimensions = min(max(shown.dimensions, 0), MOST_DIMENSIONS)
+            shape = tuple([shown.shape[index] for index in range(dimensions)])
+            words += f" of {_text(shown.dtype, MOST_BYTES)} {shape}"
+        if shown.tensors > 1:
+            words += f" and {shown.tensors - 1} more"
+        operation = Operation(
+            words, _source(&found, shown.source), shown.number, shown.began, shown.job.ended
+        )
+    if found.bucket.job.id >= 0:
+        bucket = Bucket(
+            _source(&found, found.bucket.source), found.bucket.number, found.bucket.began,
+            found.bucket.job.ended,
+        )
+    return operation, bucket, bool(found.left)
