@@ -53,6 +53,9 @@ class Companion(Protocol):
     def look(self) -> None:
         """Look for messages. Called twice a second, in a thread, if there are threads."""
 
+    def requested(self) -> bool:
+        """Return whether the job's end was announced. Every rank calls it equally often."""
+
     def end(self) -> None:
         """Free what it has. Collective; called by destroy_process_group."""
 
@@ -306,6 +309,11 @@ def remove_companion(companion: Companion) -> None:
     if _world is not None:
         _world.companions.remove(companion)
         _world.roll_call.watches.remove(companion.look)
+
+
+def is_to_end() -> bool:
+    """Return whether the job's end was announced: the same on all ranks. Collective."""
+    return _world is not None and any(each.requested() for each in _world.companions)
 
 
 def communicator() -> MPI.Intracomm:
