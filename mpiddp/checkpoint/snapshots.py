@@ -131,21 +131,33 @@ class Snapshots:
                 self._shards = ShardRhythm(self._root, self._share, self._thread)
         if self._shards is not None:
             return self._shards.step(state, step)
-        if not self._writes:
-            return False
-        if self._writing is not None:
-            if not self._writing.done():
-                return False
-            cost = self._copying_seconds + self._writing.result()
-            self._writing = None
-            self._next = self._began + cost / self._share
-        if time.monotonic() < self._next:
+        if not self._writes or self.due_in() > 0:
             return False
         self._began = time.monotonic()
         copy = self._copier.copied(state())
         self._copying_seconds = time.monotonic() - self._began
         self._writing = self._thread.submit(self._write, copy, step)
         return True
+
+    def due_in(self) -> float:
+        """Return in how many seconds `step` makes one. Not collective.
+
+        0 where another rank does, or all do, since the state is sharded. As long as the last one is being written, it is an estimate.
+
+        Raises:
+            OSError: the last snapshot could not be written.
+        """
+        if not self._writes or self._shards is not None:
+            return 0.0
+        now = time.monotonic()
+        if self._writing is not None:
+            if not self._writing.done():
+                since = now - self._began
+                return max(self._copying_seconds / self._share - since, since)
+            cost = self._copying_seconds + self._writing.result()
+            self._writing = None
+            self._next = self._began + cost / self._share
+        return max(self._next - now, 0.0)
 
     def load(
         self,

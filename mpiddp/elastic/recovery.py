@@ -69,6 +69,10 @@ class Watch:
         with self._lock:
             self._stopped = True
 
+    def requested(self) -> bool:
+        """Nobody has announced the job's end to it."""
+        return False
+
     def end(self) -> None:
         """Nothing is to be freed."""
 
@@ -102,7 +106,11 @@ def let_go(error: BaseException | None) -> None:
 
 
 def renew(
-    wanted: int, lost: bool, leave: Callable[[], None], bring: Bring = joining.bring
+    wanted: int,
+    lost: bool,
+    leave: Callable[[], None],
+    bring: Bring = joining.bring,
+    then: str = "",
 ) -> tuple[int, int]:
     """Make a new world of the ranks that live, and of processes that come.
 
@@ -115,6 +123,7 @@ def renew(
         leave: called before what belongs to the old world is freed; maybe several times.
         bring: lets others come: given the ranks that live and how many are to come, it returns a
             communicator of all, or None if none come.
+        then: says from where the job goes on that is started again.
 
     Returns:
         how many ranks were lost, and how many have come.
@@ -127,7 +136,7 @@ def renew(
         _watch.stop()
     while True:
         fine = True
-        with _limited():
+        with _limited(then):
             if lost:
                 _fail_everything()
                 losses.let_finalize_not_wait()
@@ -185,13 +194,13 @@ def _with_others(ranks: MPI.Intracomm, count: int, bring: Bring) -> MPI.Intracom
 
 
 @contextlib.contextmanager
-def _limited() -> Iterator[None]:
+def _limited(then: str) -> Iterator[None]:
     """Within, let what takes too long fail; if that does not help, end the job.
 
     With Open MPI 5.0.11 messages may be lost after a loss, see `losses.avoid_shared_memory_of_mpi`,
     and MPIX_Comm_shrink has waited for ever (in 1 of 57 jobs on a machine with too few cores).
     """
-    timers = [threading.Timer(_LAST_LIMIT, _end_job)]
+    timers = [threading.Timer(_LAST_LIMIT, _end_job, (then,))]
     if losses.can_go_on():
         timers.append(threading.Timer(_LIMIT, _fail_everything))
     for timer in timers:
@@ -204,10 +213,9 @@ def _limited() -> Iterator[None]:
             timer.cancel()
 
 
-def _end_job() -> None:
+def _end_job(then: str) -> None:
     text = (
-        f"mpiddp: a new world was not made within {_LAST_LIMIT:g} s: this rank gives up. The job, "
-        f"started again, goes on from its last snapshot or checkpoint"
+        f"mpiddp: a new world was not made within {_LAST_LIMIT:g} s: this rank gives up. {then}"
     )
     abort_job(1, lambda: print(text, file=sys.stderr, flush=True))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from mpiddp.elastic import recovery
 from mpiddp.elastic.state import State
-from mpiddp.mpi import losses
+from mpiddp.mpi import losses, uncaught
 from mpiddp.rendezvous import joining, meeting, world
 
 __all__ = ["admit", "grow", "run"]
@@ -38,7 +39,11 @@ def run(function: Training) -> Training: ...
 
 @overload
 def run(
-    *, replace: bool = False, min_ranks: int = 1, most_losses: int | None = None
+    *,
+    replace: bool = False,
+    min_ranks: int = 1,
+    most_losses: int | None = None,
+    exceptions_are_losses: bool = False,
 ) -> Callable[[Training], Training]: ...
 
 
@@ -48,6 +53,7 @@ def run(
     replace: bool = False,
     min_ranks: int = 1,
     most_losses: int | None = None,
+    exceptions_are_losses: bool = False,
 ) -> Any:
     """Return `function` so that it goes on when ranks are lost. A decorator.
 
@@ -68,13 +74,22 @@ def run(
             Where the launcher starts none, the others go on without.
         min_ranks: with fewer ranks the job ends.
         most_losses: after so many recoveries the next loss ends the job; None: never.
+        exceptions_are_losses: whether an exception of the function on one rank ends that rank
+            alone, as if it had been killed, where the MPI can go on without it. The rank prints
+            the traceback. By default it ends the job, since the other ranks may be as wrong.
 
     Raises:
         RuntimeError: too few ranks are left, or there were too many losses.
         Exception: whatever the function raises that is not the loss of a rank.
     """
     if function is None:
-        return functools.partial(run, replace=replace, min_ranks=min_ranks, most_losses=most_losses)
+        return functools.partial(
+            run,
+            replace=replace,
+            min_ranks=min_ranks,
+            most_losses=most_losses,
+            exceptions_are_losses=exceptions_are_losses,
+        )
 
     @functools.wraps(function)
     def elastic(state: State, *args: Any, **kwargs: Any) -> Any:
@@ -82,8 +97,8 @@ def run(
             recovery.Watch()
         elif dist.get_rank() == 0:
             _say(
-                f"a rank that is lost ends this job, since {losses.why_not()}. Started again, it "
-                f"goes on from its last snapshot or checkpoint"
+                f"a rank that is lost ends this job, since {losses.why_not()}. "
+                f"{state._after_a_restart()}"
             )
         with contextlib.closing(meeting):
             # Those that were here before do not look for checkpoints again.
@@ -99,7 +114,10 @@ def run(
                     if begun or not state.resume():
                         state.sync()
                     begun = True
-                    result = function(state, *args, **kwargs)
+                    if exceptions_are_losses:
+                        result = _or_end_this_rank(function, state, *args, **kwargs)
+                    else:
+                        result = function(state, *args, **kwargs)
                     finished = True
                 except _MoreRanksWanted as wanted:
                     more, bring = wanted.count, wanted.bring
@@ -113,7 +131,11 @@ def run(
                         world.communicator(), finished or more > 0
                     )
                 if not lost and not more:
+                    if not world.is_to_end():
+                        state._end()
                     return result
+                if lost:
+                    state._interrupt()
                 times += lost
                 if most_losses is not None and times > most_losses:
                     raise RuntimeError(
@@ -161,6 +183,29 @@ def admit(folder: str | Path) -> None:
         raise _MoreRanksWanted(count, "admit", meeting.let_in)
 
 
+def _or_end_this_rank(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what the function does; let its exception end this process, unless it is the last."""
+    try:
+        return function(*args, **kwargs)
+    except _MoreRanksWanted:
+        raise
+    except Exception as error:
+        alone = dist.get_world_size() == 1
+        if alone or not losses.can_go_on() or recovery.is_of_a_loss(error):
+            raise
+        rank = dist.get_rank()
+        uncaught.show(error, rank)
+        with contextlib.suppress(Exception):
+            print(
+                f"mpiddp: rank {rank} ends with this exception; the others go on without it",
+                file=sys.stderr,
+                flush=True,
+            )
+            sys.stdout.flush()
+        # As if it had been killed: to finalise MPI waits for the others.
+        os._exit(1)
+
+
 def _renew(
     state: State, lost: bool, more: int, replace: bool, min_ranks: int, bring: recovery.Bring
 ) -> None:
@@ -168,7 +213,9 @@ def _renew(
     began = time.monotonic()
     before = dist.get_world_size()
     wanted = before if lost and replace else 0 if lost else before + more
-    number, come = recovery.renew(wanted, lost, state._leave, bring)
+    number, come = recovery.renew(
+        wanted, lost, state._leave, bring, then=state._after_a_restart()
+    )
     if losses.can_go_on():
         recovery.Watch()
     if dist.get_world_size() < min_ranks:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import math
 import os
-import random
+import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +19,16 @@ from mpiddp.checkpoint.loading import load
 from mpiddp.checkpoint.ranks import Ranks
 from mpiddp.checkpoint.saving import save
 from mpiddp.checkpoint.snapshots import Snapshots
-from mpiddp.checkpoint.trees import Copier, leaves
+from mpiddp.checkpoint.trees import leaves
+from mpiddp.elastic import random_states
 
 __all__ = ["State"]
+
+# Where snapshots and checkpoints have the random states, by rank; no part can be called so.
+_RANDOM = "random states"
+
+# The share of the time that looking whether a snapshot is due may take.
+_LOOKING = 0.01
 
 
 class State:
@@ -32,6 +43,17 @@ class State:
     whose parameters have other versions has written since its last commit; it takes the state of
     one that has not.
 
+    Note [Which random numbers a rank goes on with]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    Each rank has streams of its own: of torch on the CPU, of Python's `random`, of numpy's global
+    generator if it is imported, and of the rank's GPU if it is in use. After a loss a rank goes
+    back to its streams at the last commit, as if nothing had happened. One that the loss has kept
+    from a commit that others have made goes on from where it is: others have completed that step
+    only with its gradients, so it has drawn what the step needs. A rank that comes gets streams
+    that follow from those of the rank whose state it takes, and from its own number.
+    Snapshots and checkpoints have the streams of all ranks. A job of as many ranks goes on with
+    them; in a job of more, those beyond get streams that follow from the first rank's.
+
     Args:
         keep_copies: whether a commit copies parameters and optimizer as well: for optimizers that
             communicate in a step (`ZeroRedundancyOptimizer`).
@@ -39,10 +61,20 @@ class State:
             on; None: none.
         every: how many commits apart checkpoints are.
         name: of the training, for snapshots in node memory; see `mpiddp.checkpoint.Snapshots`.
-            None: no snapshots, unless this is a job of SLURM.
+            None: no snapshots, unless this is a job of SLURM: there they are named for the job,
+            the script and its arguments, so a job that is requeued finds them, and another
+            program in the same job does not. They are removed when the function under `run` has
+            returned, unless `mpiddp.preemption` has announced the end of the job.
         parts: what has ``state_dict`` and ``load_state_dict``, such as a model, an optimizer, a
             sampler; and values that can be copied, such as the step. Each becomes an attribute.
     """
+
+    commits: int
+    # When to look whether a snapshot is due, and when that was last: commit, time, seconds.
+    _look_at: int
+    _looked_at: int
+    _looked: float
+    _looking: float
 
     def __init__(
         self,
@@ -55,29 +87,31 @@ class State:
     ) -> None:
         self._keep_copies = keep_copies
         self._checkpoints, self._every = checkpoints, every
-        name = name or os.environ.get("SLURM_JOB_ID")
-        self._snapshots = Snapshots(name) if name else None
-        self._copier = Copier()
+        self._name = name or _name_in_slurm()
+        self._snapshots = Snapshots(self._name) if self._name else None
         self._hold(parts)
 
     def _hold(self, parts: dict[str, Any]) -> None:
         self._names = list(parts)
         for name, part in parts.items():
             setattr(self, name, part)
-        self.commits = 0
+        self._interrupted: dict[str, Any] | None = None
         self._note()
+        self._count_from(0)
 
     def commit(self) -> None:
         """Note that a step is complete: from here training goes on. Every rank calls it.
 
-        Collective in those commits that write a checkpoint, else not.
+        Collective in those commits that write a checkpoint or look whether a snapshot is due, the
+        same ones on all ranks, else not.
         """
         self.commits += 1
         self._note()
-        if self._snapshots is not None:
-            self._snapshots.step(self._everything, self.commits)
+        if self._snapshots is not None and self.commits >= self._look_at:
+            self._look(self._snapshots)
         if self._checkpoints is not None and self.commits % self._every == 0:
-            save(self._everything(), self._checkpoints, step=self.commits)
+            packed = Ranks(None).gather(random_states.packed(self._random))
+            save(self._everything() | {_RANDOM: packed}, self._checkpoints, step=self.commits)
 
     def restore(self) -> None:
         """Go back to the last commit, as far as a commit keeps it. Not collective."""
@@ -94,8 +128,7 @@ class State:
                     part.load_state_dict(copy.deepcopy(value))
             else:
                 setattr(self, name, copy.deepcopy(value))
-        torch.set_rng_state(self._random[0])
-        random.setstate(self._random[1])
+        random_states.put_back(self._random)
         self._versions = self._versions_now()
 
     @property
@@ -105,6 +138,9 @@ class State:
 
     def sync(self) -> None:
         """Give all ranks the state of the one that has come farthest. Collective.
+
+        Each rank goes on with its own random numbers, see Note [Which random numbers a rank goes on
+        with].
 
         Raises:
             RuntimeError: no rank has a state to go on from.
@@ -120,26 +156,84 @@ class State:
         commits, source = max(able)
         if ranks.rank == -source:
             self.restore()
-        self._take(ranks.state_from(-source, self._everything()))
-        self.commits = commits
+        sent = self._everything() | {_RANDOM: random_states.packed(self._random)}
+        taken = ranks.state_from(-source, sent)
+        packed = taken.pop(_RANDOM)
+        self._take(taken)
+        if self.commits == commits:
+            random_states.put_back(self._random)
+        elif self.commits == commits - 1 and self._interrupted is not None:
+            random_states.put_back(self._interrupted)
+        else:
+            random_states.derive(packed, ranks.rank)
+        self._interrupted = None
         self._note()
+        self._count_from(commits)
 
     def resume(self) -> bool:
         """Go on from a snapshot or a checkpoint of an earlier job, if there is one. Collective.
 
         Returns:
-            whether there was one.
+            whether there was one that is farther than this state.
         """
         found = [self._snapshots.load(weights_only=False)] if self._snapshots is not None else []
         if self._checkpoints is not None:
             found.append(load(self._checkpoints, weights_only=False))
         newest = max((each for each in found if each), key=lambda each: each.step, default=None)
-        if newest is None:
+        ranks = Ranks(None)
+        if newest is None or newest.step <= max(ranks.gather(self.commits)):
             return False
+        packed = newest.state.pop(_RANDOM, [])
         self._take(newest.state)
-        self.commits = newest.step
+        if ranks.rank < len(packed):
+            random_states.put_back(random_states.unpacked(packed[ranks.rank]))
+        elif packed:
+            random_states.derive(packed[0], ranks.rank)
         self._note()
+        self._count_from(newest.step)
         return True
+
+    def _after_a_restart(self) -> str:
+        """Return in words from where a job goes on that is started again. Not collective."""
+        places = [
+            *(["snapshot"] if self._snapshots is not None else []),
+            *(["checkpoint"] if self._checkpoints is not None else []),
+        ]
+        if places:
+            return f"Started again, it goes on from its last {' or '.join(places)}"
+        return "Started again, it begins anew, since its State has neither a name nor checkpoints"
+
+    def _end(self) -> None:
+        """Remove the snapshots: the function has returned. Not collective."""
+        if self._snapshots is not None and self._name:
+            self._snapshots.clear()
+            self._snapshots = Snapshots(self._name)  # another function may go on with this state
+
+    def _interrupt(self) -> None:
+        """Note what was drawn when a rank was lost. Not collective."""
+        self._interrupted = random_states.current()
+
+    def _look(self, snapshots: Snapshots) -> None:
+        """Make a snapshot on all nodes if it is time, and agree when to look again. Collective."""
+        began = time.monotonic()
+        pace = (began - self._looked) / max(self.commits - self._looked_at, 1)
+        told = Ranks(None).gather(
+            (random_states.packed(self._random), snapshots.due_in(), pace, self._looking)
+        )
+        packed, due, paces, looking = zip(*told, strict=True)
+        seconds = max(*due, max(looking) / _LOOKING)
+        if max(due) == 0:
+            snapshots.step(lambda: self._everything() | {_RANDOM: list(packed)}, self.commits)
+        # Not much farther than last time: the first steps say little of how long one takes.
+        most = 2 * (self.commits - self._looked_at)
+        apart = min(max(math.ceil(seconds / max(*paces, 1e-6)), 1), max(most, 1))
+        self._looked, self._looked_at = began, self.commits
+        self._look_at = self.commits + apart
+        self._looking = time.monotonic() - began
+
+    def _count_from(self, commits: int) -> None:
+        self.commits = self._looked_at = commits
+        self._look_at, self._looked, self._looking = commits + 1, time.monotonic(), 0.0
 
     def _leave(self) -> None:
         """Free what belongs to the world that ends. Not collective; maybe called several times."""
@@ -164,7 +258,7 @@ class State:
 
     def _note(self) -> None:
         self._kept = {name: self._keep(getattr(self, name)) for name in self._names}
-        self._random = (torch.get_rng_state(), random.getstate())
+        self._random = random_states.current()
         self._versions = self._versions_now()
 
     def _keep(self, part: Any) -> Any:
@@ -192,3 +286,14 @@ class State:
 
 def _is_stateful(part: object) -> bool:
     return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+
+
+def _name_in_slurm() -> str | None:
+    """Return a name that this program has again when its job is requeued, None elsewhere."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if not job:
+        return None
+    # No number of a step: mpirun's ranks have that of their launcher, or none.
+    script = os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else ""
+    told = hashlib.sha256("\0".join([script, *sys.argv[1:]]).encode()).hexdigest()
+    return f"{job}-{Path(script).stem}-{told[:12]}"

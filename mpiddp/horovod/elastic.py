@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from mpiddp.checkpoint.ranks import Ranks
-from mpiddp.elastic import running
+from mpiddp.elastic import random_states, running
 from mpiddp.elastic.state import State
 from mpiddp.horovod import world
 from mpiddp.horovod.adasum_optimizer import AdasumMethods
@@ -27,12 +27,14 @@ def run(func: Training) -> Training:
 
     Collective when it is called, after `hvd.init`. Hosts are not discovered: the ranks that are
     left go on. ``mpiddp.elastic.run(replace=True)`` instead of this starts others for those lost,
-    and ``mpiddp.elastic.grow`` more of them.
+    and ``mpiddp.elastic.grow`` more of them. As with Horovod, an exception of the function ends its
+    rank alone (``exceptions_are_losses=True``).
 
     Args:
         func: takes a `TorchState`, and whatever else.
     """
-    return running.run(func)
+    wrapped: Training = running.run(exceptions_are_losses=True)(func)
+    return wrapped
 
 
 class TorchState(State):
@@ -106,6 +108,7 @@ class TorchState(State):
                 part.renew()
         for callback in self._callbacks:
             callback()
+        random_states.put_back(self._random)  # whatever the callbacks have drawn
         self._note()
 
 

@@ -56,6 +56,9 @@ class Companion(Protocol):
     def look(self) -> None:
         """Look for messages. Called twice a second, in a thread, if there are threads."""
 
+    def requested(self) -> bool:
+        """Return whether the job's end was announced. Every rank calls it equally often."""
+
     def end(self) -> None:
         """Free what it has. Collective; called by destroy_process_group."""
 
@@ -299,6 +302,11 @@ def answer_for(group: CountedGroup) -> None:
 def timeout() -> timedelta:
     """Return the world's time limit. Not collective."""
     return DEFAULT_TIMEOUT if _world is None else _world.timeout
+
+
+def is_to_end() -> bool:
+    """Return whether the job's end was announced: the same on all ranks. Collective."""
+    return _world is not None and any(each.requested() for each in _world.companions)
 
 
 def communicator() -> MPI.Intracomm:

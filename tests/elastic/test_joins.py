@@ -71,7 +71,10 @@ def test_world_that_is_not_made_in_time(tmp_path: Path) -> None:
     began = time.monotonic()
     done = start(2, str(script), lossy=False)
     assert done.returncode != 0
-    assert "mpiddp: a new world was not made within 2 s: this rank gives up" in done.stderr
+    assert (
+        "mpiddp: a new world was not made within 2 s: this rank gives up. Started again, it begins "
+        "anew"
+    ) in done.stderr
     assert time.monotonic() - began < 40
 
 
@@ -89,16 +92,3 @@ def test_one_is_lost_while_another_comes() -> None:
         ended = said(done)
         assert [each["worlds"][-1][0] for each in ended] == [3] * 3
         assert 0 in [each["rank"] for each in ended]
-
-
-@needs_ulfm
-def test_horovod() -> None:
-    done = start(3, "horovod_elastic.py", "1", "5")
-    assert done.returncode == 0
-    ended = said(done)
-    assert [each["rank"] for each in ended] == [0, 2]
-    for each in ended:
-        assert each["worlds"] == [3, 2]
-        assert each["total"] == 2
-        assert each["rate"] == 0.02
-        assert each["left"] == dict.fromkeys("0123", 0)

@@ -13,6 +13,13 @@ from elastic_runs import OPEN_MPI, learned, needs_ulfm, said, start, train
 pytestmark = pytest.mark.timeout(150)
 
 
+def assert_learned(ended: "list[dict]", steps: int) -> None:
+    """The ranks have the loss that so many ranks have after these steps, without a loss of any."""
+    (worlds,) = {str(each["worlds"]) for each in ended}
+    (loss,) = {each["loss"] for each in ended}
+    assert loss == pytest.approx(learned(ended[0]["worlds"], steps), rel=1e-6), worlds
+
+
 @needs_ulfm
 @pytest.mark.parametrize(
     "transport",
@@ -23,23 +30,26 @@ pytestmark = pytest.mark.timeout(150)
     ],
 )
 def test_others_go_on(transport: str) -> None:
-    done = train(3, 300, "--kill=1:0.3", MPIDDP_TRANSPORT=transport)
-    assert done.returncode == 0
-    ended = said(done)
-    assert [each["rank"] for each in ended] == [0, 2]
-    assert len({each["loss"] for each in ended}) == 1
-    for each in ended:
-        assert each["steps"] == 300
-        (first, _), (second, step) = each["worlds"]
-        assert (first, second) == (3, 2)
-        assert 0 <= step < 300  # 0: lost before the first step, on a busy machine
-    assert ended[0]["worlds"] == ended[1]["worlds"]
-    told = re.search(
-        r"mpiddp: rank 0: 1 of 3 ranks was lost; training goes on with 2 after (\d+\.\d) s",
-        done.stderr,
-    )
-    assert told
-    assert float(told[1]) < 10
+    """They have learned what so many ranks learn, and go on within two seconds of the news."""
+    seconds = []
+    while len(seconds) < 2 and min(seconds, default=9.0) >= 2:  # again where the machine is busy
+        done = train(3, 300, "--kill=1:0.3", MPIDDP_TRANSPORT=transport)
+        assert done.returncode == 0
+        ended = said(done)
+        assert [each["rank"] for each in ended] == [0, 2]
+        for each in ended:
+            assert each["steps"] == 300
+            (first, _), (second, step) = each["worlds"]
+            assert (first, second) == (3, 2)
+            assert 0 <= step < 300  # 0: lost before the first step, on a busy machine
+        assert_learned(ended, 300)
+        told = re.search(
+            r"mpiddp: rank 0: 1 of 3 ranks was lost; training goes on with 2 after (\d+\.\d) s",
+            done.stderr,
+        )
+        assert told
+        seconds.append(float(told[1]))
+    assert min(seconds) < 2
 
 
 @needs_ulfm
@@ -88,9 +98,27 @@ def test_two_ranks_at_random_moments() -> None:
         ended = said(done)
         assert {each["rank"] for each in ended} >= set(range(4)) - {first, second}, kills
         assert {each["steps"] for each in ended} == {500}
-        (loss,) = {each["loss"] for each in ended}
-        assert loss == pytest.approx(learned(ended[0]["worlds"], 500), rel=1e-6), kills
+        assert_learned(ended, 500)
     assert crashes < 20
+
+
+@needs_ulfm
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_two_of_sixteen() -> None:
+    """On machines with fewer cores, too: the ranks take turns."""
+    draw = random.Random(16)
+    lost = draw.sample(range(16), 2)
+    kills = [f"--kill={rank}:{draw.uniform(0, 4):.3f}" for rank in lost]
+    for _ in range(2):
+        done = train(16, 100, *kills, limit=300)
+        if "ompi_comm_revoke_local" not in done.stderr:  # see docs/how-to/elastic.md
+            break
+    ended = said(done)
+    assert {each["rank"] for each in ended} >= set(range(16)) - set(lost)
+    assert {each["steps"] for each in ended} == {100}
+    assert ended[0]["worlds"][-1][0] == len(ended)
+    assert_learned(ended, 100)
 
 
 @needs_ulfm
@@ -100,6 +128,7 @@ def test_last_rank_goes_on_alone() -> None:
     assert ended["rank"] == 1
     assert ended["worlds"][-1][0] == 1
     assert ended["steps"] == 300
+    assert_learned([ended], 300)
 
 
 @needs_ulfm
@@ -127,7 +156,10 @@ def test_too_many_losses() -> None:
 def test_says_that_a_lost_rank_ends_the_job() -> None:
     done = train(2, 20)
     assert done.returncode == 0
-    said_once = "mpiddp: rank 0: a rank that is lost ends this job, since MPICH ends"
+    said_once = (
+        "mpiddp: rank 0: a rank that is lost ends this job, since MPICH ends a job that loses a "
+        "rank. Started again, it begins anew, since its State has neither a name nor checkpoints"
+    )
     assert done.stderr.count(said_once) == 1
     assert len(said(done)) == 2
 

@@ -1,14 +1,21 @@
 """elastic.State: what a commit keeps, who may be a source, and what all have after a sync."""
 
+import os
 import random
+import shutil
+import signal
+import time
+import uuid
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from replicas import RANK, SIZE, all_bits, assert_same_bits, gather, together
 from torch import nn
 
-from mpiddp import elastic
+from mpiddp import checkpoint, elastic, preemption
 
 pytestmark = pytest.mark.mpi
 
@@ -134,3 +141,157 @@ def test_a_job_that_is_started_again(mpi_tmp_path):
     with together():
         assert (again.step, again.commits) == (4, 4)
     assert_same_bits(again.model.state_dict().items())
+
+
+def drawn():
+    return torch.rand(2).tolist(), random.random(), np.random.random()  # noqa: NPY002
+
+
+def seed(number):
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)  # noqa: NPY002
+
+
+@pytest.fixture
+def training():
+    """A name that snapshots have in this test alone."""
+    name = gather(f"elastic-test-{uuid.uuid4().hex}")[0]
+    yield name
+    dist.barrier()
+    for folder in of_training(name):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def of_training(name):
+    return list(Path("/dev/shm").glob(f"mpiddp-snapshots-*{name}*"))
+
+
+@pytest.mark.parametrize("place", ["checkpoint", "snapshot"])
+def test_random_numbers_of_a_job_that_is_started_again(place, mpi_tmp_path, training):
+    """Each rank draws what it would have drawn."""
+    given = {"checkpoints": mpi_tmp_path, "every": 1} if place == "checkpoint" else {}
+    given |= {"name": training} if place == "snapshot" else {}
+    seed(RANK)
+    state = elastic.State(step=0, **given)
+    drawn()
+    state.step += 1
+    state.commit()
+    expected = drawn()
+    if place == "snapshot" and state._snapshots._writing is not None:
+        state._snapshots._writing.result()
+    dist.barrier()
+    seed(100)
+    again = elastic.State(step=0, **given)
+    assert again.resume()
+    with together():
+        assert drawn() == expected
+    assert len(set(gather(str(expected)))) == SIZE
+
+
+def test_random_numbers_of_more_ranks(mpi_tmp_path):
+    """Those that the earlier job did not have draw others, the same ones each time."""
+    seed(RANK)
+    state = elastic.State(step=0, checkpoints=mpi_tmp_path, every=1)
+    state.step += 1
+    state.commit()
+    found = checkpoint.load(mpi_tmp_path, weights_only=True)
+    found.state["random states"] = found.state["random states"][:1]
+    checkpoint.save(found.state, mpi_tmp_path, step=2)
+    expected = drawn()
+    times = []
+    for number in (50, 60):
+        seed(number)
+        assert elastic.State(step=0, checkpoints=mpi_tmp_path).resume()
+        times.append(drawn())
+    with together():
+        assert times[0] == times[1]
+        assert (times[0] == expected) == (RANK == 0)
+    assert len(set(gather(str(times[0])))) == SIZE
+
+
+def test_random_numbers_of_one_that_is_behind():
+    """A loss has kept the last rank from the commit: it has drawn what the step needs."""
+    seed(RANK)
+    state = elastic.State(step=0)
+    state.sync()
+    drawn()
+    if SIZE == 1 or RANK < SIZE - 1:
+        state.commit()
+    expected = drawn()
+    seed(RANK)
+    drawn()
+    state._interrupt()
+    seed(100)
+    state.sync()
+    with together():
+        assert drawn() == expected
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_snapshots_of_a_function_that_has_returned(announced, training):
+    """They are gone, unless the job is only interrupted; another function begins anew."""
+
+    @elastic.run
+    def train(state):
+        began.append(state.step)
+        for _ in range(3):
+            state.step += 1
+            state.commit()
+        dist.barrier()
+        assert of_training(training)
+        while announced and not preemption.requested():
+            time.sleep(0.01)
+
+    began = []
+    if announced:
+        preemption.install()
+        if RANK == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+    state = elastic.State(step=0, name=training)
+    train(state)
+    dist.barrier()
+    with together():
+        assert bool(of_training(training)) == announced
+    announced_before, announced = announced, False
+    if announced_before:
+        preemption.uninstall()
+    dist.barrier()
+    train(elastic.State(step=0, name=training))
+    with together():
+        assert began[0] == 0
+        assert (began[1] > 0) == announced_before
+    train(state)  # the same state goes on
+    with together():
+        assert began[2] == 3
+
+
+def test_names_of_snapshots_in_slurm(monkeypatch):
+    """A job that is requeued finds its own; another program in it does not."""
+
+    def name(script, *arguments, **env):
+        monkeypatch.setattr("sys.argv", [script, *arguments])
+        for key, value in env.items():
+            monkeypatch.setenv(key, value)
+        return elastic.State(step=0)._name
+
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert name("/a/train.py") is None
+    first = name("/a/train.py", "--rate=1", SLURM_JOB_ID="17", SLURM_RESTART_COUNT="0")
+    assert first.startswith("17-train-")
+    assert name("/a/train.py", "--rate=1", SLURM_RESTART_COUNT="1", SLURM_STEP_ID="4") == first
+    others = [name("/a/train.py", "--rate=2"), name("/b/train.py", "--rate=1"), name("/a/eval.py")]
+    assert len({first, *others}) == 4
+
+
+def test_says_from_where_a_job_goes_on(mpi_tmp_path, training, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    says = [
+        elastic.State(step=0, **given)._after_a_restart()
+        for given in ({}, {"name": training}, {"checkpoints": mpi_tmp_path})
+    ]
+    assert says == [
+        "Started again, it begins anew, since its State has neither a name nor checkpoints",
+        "Started again, it goes on from its last snapshot",
+        "Started again, it goes on from its last checkpoint",
+    ]

@@ -1,27 +1,39 @@
-"""Train with hvd.elastic; a rank is killed after a number of batches.
+"""Train with hvd.elastic; ranks end after a number of batches.
 
-    mpirun --with-ft ulfm -n 3 python horovod_elastic.py RANK BATCHES
+    mpirun --with-ft ulfm -n 3 python horovod_elastic.py [--lose RANK:BATCHES] [--how exception]
+        [--grow BATCHES:COUNT] [--options JSON]
 
-Each rank that ends prints a line of JSON.
+RANK is that of the first world, -1 a process that came later. With --how exception a rank raises
+one, else it is killed. OPTIONS are those of `mpiddp.elastic.run`, used instead of Horovod's name if
+they are given. Each rank that ends prints a line of JSON.
 """
 
+import argparse
 import hashlib
 import itertools
 import json
 import os
 import signal
-import sys
 
 import torch
+from mpi4py import MPI
 
+import mpiddp.elastic
 import mpiddp.horovod as hvd
 
-KILLED, AFTER = int(sys.argv[1]), int(sys.argv[2])
+parser = argparse.ArgumentParser()
+parser.add_argument("--lose", action="append", default=[])
+parser.add_argument("--how", choices=["kill", "exception"], default="kill")
+parser.add_argument("--grow", default="-1:0")
+parser.add_argument("--options", type=json.loads)
+arguments = parser.parse_args()
+LOST = [tuple(map(int, lost.split(":"))) for lost in arguments.lose]
+GROW_AT, MORE = map(int, arguments.grow.split(":"))
 EPOCHS, SIZE = 4, 4
 
 torch.set_num_threads(1)
 hvd.init()
-first_rank = hvd.rank()
+first_rank = -1 if MPI.Comm.Get_parent() != MPI.COMM_NULL else hvd.rank()
 torch.manual_seed(hvd.rank())
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size(), momentum=0.9)
@@ -38,13 +50,24 @@ def adapt() -> None:
         group["lr"] = 0.01 * hvd.size()
 
 
-@hvd.elastic.run
+def end() -> None:
+    if arguments.how == "exception":
+        raise ValueError(f"rank {first_rank} fails")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+run = hvd.elastic.run
+if arguments.options is not None:
+    run = mpiddp.elastic.run(**arguments.options)
+
+
+@run
 def train(state):
     worlds.append(hvd.size())
     while state.epoch < EPOCHS:
         for number, indices in enumerate(loader):
-            if hvd.rank() == KILLED and state.batch == AFTER and len(worlds) == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if (first_rank, state.batch) in LOST:
+                end()
             state.optimizer.zero_grad()
             rows = data[indices]
             (state.model(rows) - rows.sum(1, keepdim=True)).square().mean().backward()
@@ -53,6 +76,8 @@ def train(state):
             state.batch += 1
             if state.batch % 2 == 0:
                 state.commit()
+            if state.batch == GROW_AT and hvd.size() == worlds[0]:
+                mpiddp.elastic.grow(MORE)
         processed = itertools.chain(*hvd.allgather_object(sampler.processed_indices))
         left = len(data) - len(set(processed))
         seen[state.epoch] = left
