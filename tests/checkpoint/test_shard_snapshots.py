@@ -248,7 +248,7 @@ def test_a_rank_hears_too_late_when_the_next_one_is(node, calls):
 
 def test_as_often_as_the_share_allows(node):
     training = Training()
-    snapshots = checkpoint.Snapshots("t", share=0.2, folder=node)
+    snapshots = checkpoint.Snapshots("t", share=0.02, folder=node)
 
     def state():
         time.sleep(0.1)  # what one costs at least
@@ -264,31 +264,36 @@ def test_as_often_as_the_share_allows(node):
     snapshots.wait()
     with together():
         assert count >= 1
-        assert count * 0.1 < 0.2 * elapsed + 2 * 0.1
+        assert count * 0.1 < 0.02 * elapsed + 2 * 0.1
 
 
-def test_no_memory_on_one_node(node, monkeypatch):
-    """All ranks are told, the snapshot before stays, and the next one is made."""
-    from mpiddp.checkpoint import node_copies
+@pytest.mark.parametrize("at", ["the copy", "the end"])
+def test_no_memory_on_one_node(node, monkeypatch, at):
+    """All ranks are told, the snapshot before stays on all nodes, and the next one is made."""
+    from mpiddp.checkpoint import folders, node_copies
 
     training = Training()
     snapshots = checkpoint.Snapshots("t", share=1, folder=node)
-    before = made(snapshots, training, [1, 2])
+    held = {2: made(snapshots, training, [1, 2])}
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         if RANK == SIZE - 1:
-            patch.setattr(node_copies, "_reserve", full)
+            broken = (node_copies, "_reserve") if at == "the copy" else (folders, "finish")
+            patch.setattr(*broken, full)
         with pytest.raises((OSError, RuntimeError), match="No space left"):
             made(snapshots, training, [3])
+    held[3] = training.bits()
     found = snapshots.load(into=training.state())
     training.take(found.state)
     after = training.bits()
     with together():
-        assert found.step == 2
-        assert after == before
+        assert list(node.glob("*/*-step-2"))
+        # The end came on the other nodes, which have copies.
+        assert found.step == (2 if at == "the copy" else 3)
+        assert after == held[found.step]
     made(snapshots, training, [4])
     with together():
         assert [path.name[-6:] for path in node.glob("*/*")] == ["step-4"]
