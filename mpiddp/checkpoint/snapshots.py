@@ -142,7 +142,8 @@ class Snapshots:
     def due_in(self) -> float:
         """Return in how many seconds `step` makes one. Not collective.
 
-        0 where another rank does, or all do, since the state is sharded. As long as the last one is being written, it is an estimate.
+        0 where another rank does, or all do, since the state is sharded. As long as the last one is
+        being written, it is an estimate.
 
         Raises:
             OSError: the last snapshot could not be written.
