@@ -166,13 +166,17 @@ class TestMissingRanks:
     def test_messages_that_do_not_fit(self, later: bool) -> None:
         """One rank has a result; the other one says what both have called."""
         part: Any = dist.new_group([0, 1], timeout=timedelta(seconds=20))
-        if rank() == 0:
-            dist.broadcast(torch.ones(6), src=0, group=part)
-        elif rank() == 1:
-            with pytest.raises(RuntimeError, match="1 of process group .* does not fit") as caught:
-                work = dist.broadcast(torch.ones(4), src=0, group=part, async_op=later)
-                assert work is not None
+
+        def broadcast(count: int) -> None:
+            work = dist.broadcast(torch.ones(count), src=0, group=part, async_op=later)
+            if work is not None:
                 work.wait()
+
+        if rank() == 0:
+            broadcast(6)
+        elif rank() == 1:
+            with pytest.raises(RuntimeError, match=r"1 of process group .* does not fit") as caught:
+                broadcast(4)
             assert (
                 "ank 0 called broadcast(root 0) of float32 (6,) where "
                 f"{part.describe_ranks([1])} called broadcast(root 0) of float32 (4,)."
