@@ -37,14 +37,14 @@ class MPIError(RuntimeError):
         self.rank = rank
 
 
-def is_truncation(error):
-    """Return whether `error` says that a message was longer than its place. Not collective."""
+def error_class(error):
+    """Return the class of an error of MPI, 0 if `error` is none. Not collective."""
     from mpi4py import MPI
 
-    code = getattr(error, "code", 0) if isinstance(error, MPIError) else 0
+    code = error.code if isinstance(error, MPIError) else 0
     if isinstance(error, MPI.Exception):
         code = error.Get_error_code()
-    return code != 0 and MPI.Get_error_class(code) == MPI.ERR_TRUNCATE
+    return MPI.Get_error_class(code) if code else 0
 
 
 cdef int check(int code, const char *call, MPI_Comm comm) except -1 nogil:

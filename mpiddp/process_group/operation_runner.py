@@ -24,7 +24,7 @@ from mpiddp.engine.requests import Pending, Requests
 from mpiddp.flight_recorder import files, ring, sources
 from mpiddp.flight_recorder.call_text import Call, call_of, ranks_in_words
 from mpiddp.mpi import communicators, uncaught
-from mpiddp.mpi.errors import is_truncation
+from mpiddp.mpi.errors import error_class
 from mpiddp.process_group import call_check, gpu_tensors
 from mpiddp.process_group.futures import FutureCompleter
 from mpiddp.process_group.gpu_tensors import GpuWork
@@ -217,17 +217,21 @@ class OperationRunner(dist.ProcessGroup):
         return f"{self.roll_call.explain(self, number)}."
 
     def misfit(self, error: BaseException, number: int) -> RuntimeError | None:
-        """Return an error that shows what the ranks have called, if MPI says that a message is cut.
+        """Return an error that shows what the ranks have called, if a message was cut.
 
-        Not collective; then it may take seconds.
+        Not collective; then it may take seconds. None if `error` is no such error. MPICH does not
+        say which error it is: there calls that differ must be found.
 
         Args:
             error: of a collective.
             number: which of this group's; 0: a message, whose own error says it all.
         """
-        if number == 0 or not is_truncation(error):
+        kind = error_class(error) if number else MPI.SUCCESS
+        if kind not in (MPI.ERR_TRUNCATE, MPI.ERR_OTHER):
             return None
         told = "" if self.roll_call is None else self.roll_call.explain_misfit(self, number)
+        if kind == MPI.ERR_OTHER and not told:
+            return None
         words = (
             f"rank {self.rank()} of {self.size()}: what other ranks have sent for collective "
             f"{number} of process group {self.group_name or 'world'!r} does not fit here. "

@@ -129,12 +129,13 @@ class TestMissingRanks:
             dist.broadcast(torch.ones(3), src=0, group=part)
         until_all_are_here()
         if rank() == 1:
-            work = dist.broadcast(torch.ones(3), src=2, group=part, async_op=True)
+            parts = [torch.ones(3) for _ in range(3)]
+            work = dist.gather(parts[1], parts, dst=1, group=part, async_op=True)
             assert work is not None
             # Nobody else waits for it, so this rank has to say it.
             told = by_the_watchdog(part, 1)
             assert told is not None
-            calls = ["broadcast(root 0) of float32 (3,)", "broadcast(root 2) of float32 (3,)"]
+            calls = ["broadcast(root 0) of float32 (3,)", "gather(root 1) of float32 (3,)"]
             assert f"anks 0 and 2 called {calls[0]} (now at " in told
             assert told.endswith(f"where rank 1 called {calls[1]}")
             assert f"anks 0 and 2 called {calls[0]} where rank 1 called {calls[1]}" in message_of(
@@ -161,30 +162,26 @@ class TestMissingRanks:
         assert told is not None
         assert re.match(r"Ranks? 1.* called barrier \(now at .*\) where rank 0 called all_", told)
 
-    def test_messages_that_do_not_fit(self) -> None:
-        """One rank may get a wrong result; the other one says what both have called."""
+    @pytest.mark.parametrize("later", [False, True])
+    def test_messages_that_do_not_fit(self, later: bool) -> None:
+        """One rank has a result; the other one says what both have called."""
         part: Any = dist.new_group([0, 1], timeout=timedelta(seconds=20))
-        for wait in (False, True):
-            until_all_are_here()
-            if rank() > 1:
-                continue
-            tensor = torch.ones(6 if rank() == 0 else 4)
-            try:
-                work = dist.all_reduce(tensor, group=part, async_op=wait)
-                if work is not None:
-                    work.wait()
-            except RuntimeError as error:
-                text = str(error)
-            else:
-                text = ""
-            calls = [
-                f"rank {one} called all_reduce(SUM) of float32 ({count},)"
-                for one, count in enumerate((6, 4))
-            ]
-            assert rank() == 0 or text
-            if text:
-                assert f"{calls[1 - rank()]} where {calls[rank()]}".lower() in text.lower()
-                assert "with TORCH_DISTRIBUTED_DEBUG=DETAIL the ranks compare" in text
+
+        def broadcast(count: int) -> None:
+            work = dist.broadcast(torch.ones(count), src=0, group=part, async_op=later)
+            if work is not None:
+                work.wait()
+
+        if rank() == 0:
+            broadcast(6)
+        elif rank() == 1:
+            with pytest.raises(RuntimeError, match=r"1 of process group .* does not fit") as caught:
+                broadcast(4)
+            assert (
+                "ank 0 called broadcast(root 0) of float32 (6,) where "
+                f"{part.describe_ranks([1])} called broadcast(root 0) of float32 (4,)."
+            ) in str(caught.value)
+            assert "with TORCH_DISTRIBUTED_DEBUG=DETAIL the ranks compare" in str(caught.value)
         until_all_are_here()
 
     def test_sizes_that_may_differ(self) -> None:
