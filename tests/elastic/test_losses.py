@@ -58,14 +58,12 @@ def test_others_go_on(transport: str) -> None:
 )
 def test_ranks_that_wait_hear_of_a_loss_without_a_thread(transport: str) -> None:
     """A rank waits in memory that the ranks share, of which MPI knows nothing."""
-    done = train(
-        3, 200, "--kill=1:0.3", MPIDDP_PROGRESS_THREAD="0", MPIDDP_TRANSPORT=transport
-    )
+    done = train(3, 60, "--kill-at=1:20", MPIDDP_PROGRESS_THREAD="0", MPIDDP_TRANSPORT=transport)
     assert done.returncode == 0
     ended = said(done)
     assert [each["rank"] for each in ended] == [0, 2]
     assert [[ranks for ranks, _ in each["worlds"]] for each in ended] == [[3, 2]] * 2
-    assert {each["steps"] for each in ended} == {200}
+    assert {each["steps"] for each in ended} == {60}
 
 
 @needs_ulfm
