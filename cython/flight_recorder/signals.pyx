@@ -41,13 +41,13 @@ cdef extern from *:
         return sigaction(number, NULL, &now) == 0 && now.sa_handler == SIG_DFL;
     }
 
-    static int mpiddp_set_handler(int number, int ours)
+    static int mpiddp_set_handler(int number)
     {
         struct sigaction action;
         memset(&action, 0, sizeof action);
         sigemptyset(&action.sa_mask);
         action.sa_flags = SA_RESTART | SA_ONSTACK;
-        action.sa_handler = ours ? mpiddp_on_dump_signal : SIG_DFL;
+        action.sa_handler = mpiddp_on_dump_signal;
         return sigaction(number, &action, NULL);
     }
     """
@@ -55,7 +55,7 @@ cdef extern from *:
     int mpiddp_dump_process
     int mpiddp_handles(int)
     int mpiddp_is_free(int)
-    int mpiddp_set_handler(int, int)
+    int mpiddp_set_handler(int)
 
 
 def install(int number, int descriptor):
@@ -68,13 +68,14 @@ def install(int number, int descriptor):
         return False
     mpiddp_dump_descriptor = descriptor
     mpiddp_dump_process = getpid()
-    return mpiddp_set_handler(number, True) == 0
+    return mpiddp_set_handler(number) == 0
 
 
-def remove(int number):
-    """Let the signal do what it does by default, unless somebody else handles it by now.
+def remove():
+    """Write no more. Not collective.
 
-    Not collective.
+    The handler stays and does nothing: what the signal does by default would end a process that is
+    in MPI_Finalize, and with it the job. Programs that this one executes do not inherit that.
     """
-    if mpiddp_handles(number):
-        mpiddp_set_handler(number, False)
+    global mpiddp_dump_process
+    mpiddp_dump_process = 0

@@ -21,7 +21,9 @@ from mpiddp.flight_recorder import ring, sources
 from mpiddp.flight_recorder.torch_format import as_dict
 from mpiddp.mpi.abort import call_before_abort
 
-__all__ = ["begin", "dump", "dump_for", "dump_soon", "job_name", "say", "size_wanted"]
+__all__ = [
+    "begin", "dump", "dump_for", "dump_soon", "job_name", "rank", "say", "size_wanted", "where",
+]  # fmt: skip
 
 _DEFAULT_SIZE = 2000
 
@@ -64,6 +66,22 @@ def begin(job: str, rank: int) -> None:
     if not _abort_is_watched:
         _abort_is_watched = True
         call_before_abort(_dump_before_abort)
+
+
+def rank() -> int:
+    """Return this process's rank in the world, as `begin` was told it. Not collective."""
+    return _rank
+
+
+def where() -> str:
+    """Return where `dump` writes to without a path; "" if there is no home folder.
+
+    Not collective.
+    """
+    try:
+        return os.fspath(_default_path())
+    except RuntimeError:
+        return ""
 
 
 def dump(path: str | os.PathLike[str] | None = None, *, reason: str = "dump()") -> Path:

@@ -11,7 +11,7 @@ import os
 import threading
 
 from mpiddp import settings
-from mpiddp.flight_recorder import files, signals
+from mpiddp.flight_recorder import files, ranks_here, signals
 
 __all__ = ["Trigger"]
 
@@ -24,6 +24,11 @@ class Trigger:
     def __init__(self) -> None:
         self._number = settings.DUMP_SIGNAL.read()
         self._thread: threading.Thread | None = None
+        self._listen()
+        listens_to = 0 if self._thread is None else self._number
+        self._sign = ranks_here.put_up_sign(listens_to, files.rank(), files.where())
+
+    def _listen(self) -> None:
         if not self._number or not files.size_wanted():
             return
         self._read_end, self._write_end = os.pipe2(os.O_CLOEXEC)
@@ -37,10 +42,12 @@ class Trigger:
 
     def stop(self) -> None:
         """Leave the signal to others. Harmless when called twice."""
+        ranks_here.take_down_sign(self._sign)
+        self._sign = -1
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        signals.remove(self._number)
+        signals.remove()
         os.write(self._write_end, _END)
         thread.join()
         self._close()
