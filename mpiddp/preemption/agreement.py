@@ -13,7 +13,11 @@ another one has gone on: its gradients would be waited for. So
 
 Messages are looked for by the thread that also answers the roll call, wherever the program is,
 and by a check that waits. A rank that leaves says so, and is asked no more; if the leader leaves,
-all go on without end.
+all go on without end. The leader tells all others that a rank has left: nobody waits for it when
+the communicator is freed.
+
+The two waits, for the decision and for all to free the communicator, are records of the flight
+recorder: the watchdog says who is missing, and ends the job after the world's time limit.
 """
 
 from __future__ import annotations
@@ -24,6 +28,9 @@ import threading
 import time
 
 from mpi4py import MPI
+
+from mpiddp.mpi import losses
+from mpiddp.preemption.waits import FREED, HELD, Waits
 
 __all__ = ["Agreement"]
 
@@ -42,9 +49,11 @@ class Agreement:
 
     Args:
         communicator: of all ranks; it is duplicated.
+        waits: what the watchdog knows of its waits.
     """
 
-    def __init__(self, communicator: MPI.Intracomm) -> None:
+    def __init__(self, communicator: MPI.Intracomm, waits: Waits) -> None:
+        self._waits = waits
         self._communicator = communicator.Dup()
         self._communicator.Set_name("mpiddp preemption")
         self._communicator.Set_errhandler(MPI.ERRORS_RETURN)
@@ -60,6 +69,8 @@ class Agreement:
         # By rank, how many messages went there and came from there.
         self._sent, self._received = [0] * self._size, [0] * self._size
         self._ending = False
+        # Whether a rank has ended without `free`, and, the leader's, whether all know it.
+        self._left = self._left_is_told = False
 
     def want(self) -> None:
         """Ask to stop soon. Not collective; it may be called in a signal handler."""
@@ -67,23 +78,33 @@ class Agreement:
 
     def check(self) -> bool:
         """Return whether to stop here; every rank asks equally often. Not collective."""
+        if self._size == 1 and self._wanted:
+            self.look()  # alone, no thread does
         with self._lock:
             self._checks += 1
             holding = self._holding
-        while holding and self._decided == _NEVER:
-            self.look()
-            holding = self._holding
-            time.sleep(_NAP)
+        if holding and self._decided == _NEVER:
+            with self._waits.recorded(HELD):
+                while self._holding and self._decided == _NEVER:
+                    self.look(waiting=True)
+                    time.sleep(_NAP)
         return self._checks >= self._decided
 
-    def look(self) -> None:
-        """Take in the messages that have come, and send what is due. Not collective."""
+    def look(self, waiting: bool = False) -> None:
+        """Take in the messages that have come, and send what is due. Not collective.
+
+        Args:
+            waiting: whether it is for the decision, which never comes where a rank is lost.
+        """
         with self._lock:
             if self._communicator == MPI.COMM_NULL:
                 return
-            with contextlib.suppress(MPI.Exception):  # of a rank that has ended
+            try:
                 self._take_in()
                 self._send_what_is_due()
+            except MPI.Exception:  # of a rank that has ended
+                if waiting and losses.can_go_on():
+                    raise
             self._leaving = [sent for sent in self._leaving if not sent[0].Test()]
 
     def leave(self) -> None:
@@ -91,15 +112,24 @@ class Agreement:
         with self._lock, contextlib.suppress(MPI.Exception):
             if self._rank == 0:
                 self._decide(_NEVER)
+                self._tell_that_one_left()
             else:
                 self._send(0, _LEFT, self._checks)
 
     def free(self) -> None:
-        """Free the communicator once nobody waits for an answer. Collective."""
+        """Free the communicator once nobody waits for an answer. Collective.
+
+        If a rank has ended without it, the communicator keeps its number.
+        """
         everyone_is_here = self._communicator.Ibarrier()
-        while not everyone_is_here.Test():
-            self.look()
-            time.sleep(_NAP)
+        with self._waits.recorded(FREED):
+            while not everyone_is_here.Test():
+                self.look()
+                if self._left:
+                    self._ending = True
+                    self._unfinished = everyone_is_here
+                    return
+                time.sleep(_NAP)
         with self._lock:
             self._ending = True
             # A message that nobody takes would reach the next communicator that gets this one's
@@ -122,12 +152,15 @@ class Agreement:
             if tag == _WANTED:
                 self._wanted = True
             elif tag == _ASKED:
-                self._holding = True
+                self._hold()
                 self._send(0, _ANSWERED, self._checks)
             elif tag == _DECIDED:
                 self._decided, self._holding = value, False
             elif tag == _ANSWERED or rank not in self._answers:
                 self._answers[rank] = value
+            self._left |= tag == _LEFT
+        if self._rank == 0 and self._left:
+            self._tell_that_one_left()
 
     def _send_what_is_due(self) -> None:
         if not self._wanted or self._ending:
@@ -138,13 +171,24 @@ class Agreement:
                 self._send(0, _WANTED)
             return
         if not self._asked:
-            self._asked = self._holding = True
+            self._asked = True
+            self._hold()
             self._answers[0] = self._checks
             for rank in range(1, self._size):
                 if rank not in self._answers:
                     self._send(rank, _ASKED)
         if self._decided == _NEVER and len(self._answers) == self._size:
             self._decide(max(self._answers.values()) + 1)
+
+    def _hold(self) -> None:
+        self._holding = True
+        self._waits.came_to(HELD)
+
+    def _tell_that_one_left(self) -> None:
+        if not self._left_is_told:
+            self._left_is_told = True
+            for rank in range(1, self._size):
+                self._send(rank, _LEFT, _NEVER)
 
     def _decide(self, check: int) -> None:
         self._decided, self._holding = check, False

@@ -19,15 +19,22 @@ class _Notice:
 
     def __init__(self, signals: Iterable[int]) -> None:
         from mpiddp.preemption.agreement import Agreement  # which initialises MPI
+        from mpiddp.preemption.waits import Waits
 
         self._communicator = world.communicator()
-        self._agreement = Agreement(self._communicator)
+        ranks = range(self._communicator.Get_size())
+        self._waits = Waits(ranks, self._communicator.Get_rank(), world.timeout())
+        world.answer_for(self._waits)
+        self._agreement = Agreement(self._communicator, self._waits)
         self._threaded = settings.PROGRESS_THREAD.read() is not False
         self._wanted = False
         world.add_companion(self)
         self._before: dict[int, Any] = {}
         for number in signals:
             self._before[number] = signal.signal(number, self._handle)
+
+    def __str__(self) -> str:
+        return "mpiddp.preemption is installed"
 
     def requested(self) -> bool:
         if self._threaded:

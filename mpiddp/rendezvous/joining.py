@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpiddp import settings
@@ -19,7 +20,7 @@ from mpiddp.rendezvous import meeting
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["bring", "communicator", "is_joining", "settle"]
+__all__ = ["bring", "communicator", "folder_to_join", "is_joining", "settle"]
 
 # Given to the Python of a process that comes: no variable, which its own children would inherit.
 _OPTION = "mpiddp-joins"
@@ -40,11 +41,21 @@ def is_joining() -> bool:
     return _OPTION in sys._xoptions or settings.JOIN.read() is not None
 
 
-def communicator() -> MPI.Intracomm:
+def folder_to_join() -> Path | None:
+    """Return where the job is that this one is about to come to, else None. Not collective."""
+    if _OPTION in sys._xoptions or _joined is not None or _settled:
+        return None
+    return settings.JOIN.read_before_init()
+
+
+def communicator(ranks: MPI.Intracomm | None = None) -> MPI.Intracomm:
     """Return the communicator of the job that this process has come to.
 
     Collective, at the first call, with the `bring` or `meeting.let_in` of the others. It is there
     until `settle`.
+
+    Args:
+        ranks: all that come together; needed at the first call where `folder_to_join` is one.
 
     Raises:
         RuntimeError: after that; or the job at MPIDDP_JOIN does not let this one in.
@@ -65,7 +76,8 @@ def communicator() -> MPI.Intracomm:
             else:
                 folder = settings.JOIN.read()
                 assert folder is not None
-                _joined = communicators.note(meeting.come(folder, MPI.COMM_WORLD))
+                assert ranks is not None
+                _joined = communicators.note(meeting.come(folder, ranks))
         except MPI.Exception as error:
             settle(error)
             raise

@@ -11,12 +11,13 @@ import array
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
-from mpiddp.settings import SETTINGS
+from mpiddp.settings import JOIN, SETTINGS
 from mpiddp.system import kernels
 from mpiddp.version import __version__
 
@@ -33,7 +34,9 @@ _BARRIER_VARIABLE = "TORCH_DIST_INIT_BARRIER"
 _SHOWN = 4
 
 
-def compare_settings(communicator: MPI.Intracomm, check: Callable[[], object]) -> None:
+def compare_settings(
+    communicator: MPI.Intracomm, check: Callable[[], object], comes_to: Path | None = None
+) -> None:
     """Raise on all ranks unless all settings are valid, and equal where they must be.
 
     Collective over `communicator`: one all-reduce of 16 bytes while all is well.
@@ -41,6 +44,8 @@ def compare_settings(communicator: MPI.Intracomm, check: Callable[[], object]) -
     Args:
         communicator: of all ranks; nothing else is under way in it.
         check: raises ValueError or RuntimeError where this rank cannot take part.
+        comes_to: the folder of the job that these ranks are about to join, None: they are at work
+            already, or have come.
 
     Raises:
         ValueError: a setting of some rank is wrong.
@@ -48,6 +53,9 @@ def compare_settings(communicator: MPI.Intracomm, check: Callable[[], object]) -
     """
     error = _own_error(check)
     own = compared() if error is None else {}
+    if error is None:
+        # Some would wait for the job there, and the others for them.
+        own[JOIN.name] = "unset" if comes_to is None else str(comes_to)
     told = (None if error is None else (type(error) is ValueError, str(error)), own)
     if _all_equal(communicator, repr(told)):
         if error is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import socket
 import sys
@@ -11,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from mpiddp import settings
+from mpiddp.flight_recorder import ranks_here
 from mpiddp.mpi import start_and_end, uncaught
 from mpiddp.mpi.compatibility import check_loaded_library
 from mpiddp.rendezvous import joining
@@ -32,10 +34,13 @@ _SCHEDULER_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 def checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     """Initialise MPI if nobody has, and return `comm`; for None the job's, usually COMM_WORLD.
 
-    Collective where MPI is not initialised. Raises what `init_process_group` raises.
+    COMM_WORLD also where these ranks are about to come to another job. Collective where MPI is not
+    initialised. Raises what `init_process_group` raises.
     """
     module = sys.modules.get("mpi4py.MPI")
     begun = module is not None and module.Is_initialized()
+    if not begun:
+        _refuse_children_of_ranks()
     with contextlib.nullcontext() if begun else _watched_init():
         from mpi4py import MPI
 
@@ -50,7 +55,7 @@ def checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     _watch_finalize(MPI.COMM_WORLD)
     uncaught.watch_if_initialised()
     if comm is None:
-        if joining.is_joining():
+        if joining.is_joining() and joining.folder_to_join() is None:
             return joining.communicator()
         _refuse_separate_worlds(MPI.COMM_WORLD.Get_size())
         return MPI.COMM_WORLD
@@ -61,6 +66,26 @@ def checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     if not isinstance(comm, MPI.Intracomm):
         raise ValueError("comm is an intercommunicator; merge it first (Intercomm.Merge)")
     return comm
+
+
+def _refuse_children_of_ranks() -> None:
+    """Raise in a process that a rank has started, such as a data loader's worker by spawn.
+
+    It has the launcher's variables, and would begin MPI in the name of the rank that runs.
+    """
+    if not any(name in os.environ for name in _LAUNCHER_RANKS):
+        return
+    # A forkserver's children have another parent for the system.
+    started_by = multiprocessing.parent_process()
+    parent = os.getppid() if started_by is None or started_by.pid is None else started_by.pid
+    rank = ranks_here.rank_of(parent)
+    if rank is not None:
+        raise RuntimeError(
+            f"init_process_group was called in process {os.getpid()}, which rank "
+            f"{rank} (process {parent}) has started: it would begin MPI in "
+            f"that rank's name. A data loader's worker, or another process of a rank, takes no "
+            f"part in the job; call it under `if __name__ == '__main__':`"
+        )
 
 
 def _watched_init() -> AbstractContextManager[None]:

@@ -6,9 +6,8 @@ It ends on request, at interpreter exit, or because a rank failed.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
-import time
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from mpiddp.mpi import communicators, losses, uncaught
 from mpiddp.mpi.nodes import Topology, find_topology
 from mpiddp.process_group.futures import FutureCompleter
 from mpiddp.rendezvous import joining, launch_checks
+from mpiddp.rendezvous.failing import end_unless_all_fail
 from mpiddp.rendezvous.mpi_world import (
     _check_thread_level,
     _progress_thread_wanted,
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from mpiddp.process_group.dead_peers import DeadPeers
     from mpiddp.process_group.group import ProcessGroup
     from mpiddp.process_group.heartbeat import Heartbeat
+    from mpiddp.process_group.interface import CountedGroup
     from mpiddp.process_group.roll_call import RollCall
 
 BACKEND = "mpiddp"
@@ -48,7 +49,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class Companion(Protocol):
-    """What lives as long as a world of several ranks."""
+    """What lives as long as a world; str() of it says in words that it is there."""
 
     def look(self) -> None:
         """Look for messages. Called twice a second, in a thread, if there are threads."""
@@ -74,6 +75,7 @@ class _World:
     topology: Topology
     environment: dict[str, str]
     process_id: int
+    timeout: timedelta = DEFAULT_TIMEOUT
     store: LazyStore | None = None
     started: bool = False
     groups: list[weakref.ref[ProcessGroup]] = field(default_factory=list)
@@ -81,10 +83,6 @@ class _World:
 
 
 _world: _World | None = None
-
-# Seconds that a rank that cannot start waits for all others to say the same; and between looks.
-_PATIENCE = 5.0
-_NAP = 0.001
 
 
 def init_process_group(
@@ -151,9 +149,10 @@ def begin_world(
     forks.check("init_process_group")
     # Left over if torch.distributed.destroy_process_group() was called instead of ours.
     _leave_world()
-    own = communicators.duplicate(
-        checked_communicator(comm), timeout.total_seconds(), "init_process_group"
-    )
+    ranks = checked_communicator(comm)
+    if comm is None and joining.folder_to_join() is not None:
+        ranks = _come(ranks, timeout)
+    own = communicators.duplicate(ranks, timeout.total_seconds(), "init_process_group")
     uncaught.watch(own.Get_rank(), own.Get_size())
     try:
         with uncaught.paused():  # torch's own hook only adds the rank to the traceback
@@ -161,15 +160,37 @@ def begin_world(
             start(own, get_topology())
     except BaseException as error:
         joining.settle(error)
-        _end_unless_all_fail(own, error)
+        end_unless_all_fail(own, error)
         if _world is None:
             own.Free()
         _leave_world(lost=losses.is_loss(error))
         raise
     assert _world is not None
     joining.settle(None)
+    _world.timeout = timeout
     _world.started = True
     atexit.register(_stop_at_exit)
+
+
+def _come(ranks: MPI.Intracomm, timeout: timedelta) -> MPI.Intracomm:
+    """Return the communicator of the job that MPIDDP_JOIN names, and of these ranks.
+
+    Collective over `ranks`, and with the others. Where only some of `ranks` have the variable, the
+    steps until the comparison are those of begin_world, in which the others are.
+    """
+    own = communicators.duplicate(ranks, timeout.total_seconds(), "init_process_group")
+    uncaught.watch(own.Get_rank(), own.Get_size())
+    try:
+        folder = joining.folder_to_join()
+        launch_checks.compare_settings(own, _check_thread_level, folder)
+    except Exception as error:
+        end_unless_all_fail(own, error)
+        own.Free()
+        raise
+    try:
+        return joining.communicator(own)
+    finally:
+        own.Free()
 
 
 def _make_world(own: MPI.Intracomm) -> None:
@@ -210,48 +231,6 @@ def _make_world(own: MPI.Intracomm) -> None:
         os.getpid(),
     )
     os.environ.update(environment)
-
-
-def _end_unless_all_fail(communicator: MPI.Intracomm, error: BaseException) -> None:
-    """End the job unless all ranks have failed: the others wait for this one, or soon will.
-
-    Collective if all have. Then each raises its own error, and may begin again.
-    """
-    from mpi4py import MPI
-
-    if communicator.Get_size() == 1 or losses.is_loss(error):
-        return
-    with contextlib.suppress(MPI.Exception):
-        if isinstance(error, Exception) and _all_are_here(communicator):  # not Ctrl-C
-            return
-    uncaught.end_job(error)
-
-
-def _all_are_here(communicator: MPI.Intracomm) -> bool:
-    """Return whether all ranks call this within some seconds. Collective if they do.
-
-    By messages: others may be in a collective, whose messages Open MPI would take for a barrier's.
-    """
-    from mpi4py import MPI
-
-    nothing = [bytearray(), MPI.BYTE]
-    others = range(1, communicator.Get_size()) if communicator.Get_rank() == 0 else [0]
-    deadline = time.monotonic() + _PATIENCE
-
-    def ended(requests: list[MPI.Request]) -> bool:
-        while not MPI.Request.Testall(requests):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_NAP)
-        return True
-
-    def send() -> bool:
-        return ended([communicator.Isend(nothing, rank) for rank in others])
-
-    def receive() -> bool:
-        return ended([communicator.Irecv(nothing, rank) for rank in others])
-
-    return receive() and send() if communicator.Get_rank() == 0 else send() and receive()
 
 
 def is_starting() -> bool:
@@ -306,6 +285,17 @@ def remove_companion(companion: Companion) -> None:
     if _world is not None:
         _world.companions.remove(companion)
         _world.roll_call.watches.remove(companion.look)
+
+
+def answer_for(group: CountedGroup) -> None:
+    """Let the roll call answer for what waits as a process group does. Not collective."""
+    if _world is not None:
+        _world.roll_call.add(group)
+
+
+def timeout() -> timedelta:
+    """Return the world's time limit. Not collective."""
+    return DEFAULT_TIMEOUT if _world is None else _world.timeout
 
 
 def communicator() -> MPI.Intracomm:
@@ -459,3 +449,13 @@ def _stop_at_exit() -> None:
         dist.destroy_process_group()
     if _world.store is not None:
         _world.store.close()
+    # The last thing here: where warnings are errors, it raises.
+    _warn_that_it_is_left(_world)
+
+
+def _warn_that_it_is_left(world: _World) -> None:
+    """Say that the world was not destroyed, to whoever wants to hear of such things."""
+    left = ["mpiddp.destroy_process_group() has not been called", *map(str, world.companions)]
+    warnings.warn(
+        f"rank {world.topology.rank}: {'; '.join(left)}", ResourceWarning, stacklevel=2
+    )

@@ -162,6 +162,10 @@ DIFFERENT = {
     ("MPIDDP_WIRE", "direct"): (
         f"RuntimeError: MPIDDP_WIRE is auto on rank 0 and direct on rank 1: {SAME}"
     ),
+    # Rank 1 would wait for a job there, and rank 0 for rank 1.
+    ("MPIDDP_JOIN", "/nowhere"): (
+        f"RuntimeError: MPIDDP_JOIN is unset on rank 0 and /nowhere on rank 1: {SAME}"
+    ),
 }
 
 
@@ -187,6 +191,49 @@ def test_told_on_all_ranks(tmp_path: Path, variable: str, value: str) -> None:
         os.environ.pop({variable!r}, None)
         dist.set_debug_level(dist.DebugLevel.OFF)
         mpiddp.system.kernels.use("plain")
+        mpiddp.init_process_group()
+        assert total() == 2
+        print("all well")
+        """,
+    )
+    assert status == 0
+    assert out.count("all well") == 2
+
+
+# What is another version on rank 1, and what all ranks say then.
+VERSIONS = {
+    "mpiddp": (
+        "launch_checks.__version__ = '0.0.7'",
+        "mpiddp is version {} on rank 0 and version 0.0.7",
+    ),
+    "torch": ("torch.__version__ = '1.2.3+cpu'", "torch is version {} on rank 0 and version 1.2.3"),
+    # With an mpiddp that was compiled with it.
+    "MPI": (
+        "mpi_world.check_loaded_library = lambda: None\n"
+        "MPI.get_vendor = lambda: ('Another MPI', (9, 1, 0))",
+        "MPI is {} on rank 0 and Another MPI 9.1.0",
+    ),
+}
+
+
+def test_versions_that_differ(tmp_path: Path) -> None:
+    """One rank finds other libraries, as where a node has another environment."""
+    status, out, _ = run(
+        tmp_path,
+        "",
+        f"""
+        from mpi4py import MPI
+        from mpiddp.rendezvous import launch_checks, mpi_world
+        VERSIONS = {VERSIONS!r}
+        own = launch_checks.compared()
+        for name, (change, expected) in VERSIONS.items():
+            before = launch_checks.__version__, torch.__version__, MPI.get_vendor
+            if second:
+                exec(change)
+            told = refusal(mpiddp.init_process_group)
+            expected = "RuntimeError: " + expected.format(own[name].removeprefix("version "))
+            assert told == f"{{expected}} on rank 1: {SAME}", told
+            launch_checks.__version__, torch.__version__, MPI.get_vendor = before
         mpiddp.init_process_group()
         assert total() == 2
         print("all well")

@@ -1,0 +1,139 @@
+"""Nobody waits in silence, or for ever, for the agreement on a step; and one rank agrees alone."""
+
+import textwrap
+from pathlib import Path
+
+import left_alone
+import mpirun
+import pytest
+from script_runs import start
+
+pytestmark = [pytest.mark.timeout(90), pytest.mark.once]
+
+PREAMBLE = """\
+import os, signal, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+import mpiddp
+from mpiddp import preemption
+
+mpiddp.init_process_group(timeout=timedelta(seconds=2))
+preemption.install()
+rank = dist.get_rank()
+dist.barrier()
+
+def go_on(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if preemption.requested():
+            return True
+        time.sleep(0.01)
+    return False
+"""
+
+
+def script(folder: Path, source: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(PREAMBLE + textwrap.dedent(source))
+    return path
+
+
+def test_a_world_of_one(tmp_path: Path) -> None:
+    """No thread looks for messages there."""
+    done = start(
+        script(
+            tmp_path,
+            """
+            assert not preemption.requested()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert go_on(5)
+            assert preemption.requested()
+            mpiddp.destroy_process_group()
+            print("asked")
+            """,
+        )
+    )
+    assert (done.returncode, done.stdout) == (0, "asked\n")
+
+
+@pytest.mark.thorough
+def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.5)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        go_on(60)
+        """,
+    )
+    done = mpirun.run(3, [path], timeout=50, env={"MPIDDP_STALL_SECONDS": "1"})
+    print(done.stdout, done.stderr)
+    assert done.returncode != 0
+    waits = "preemption.requested() after a signal on process group 'preemption' has waited"
+    assert waits in done.stderr
+    assert "Rank 2 does not answer (ended, or stuck outside Python)" in done.stderr
+    assert "The time limit of 2 s is over, and the job ends" in done.stderr
+
+
+@pytest.mark.thorough
+def test_a_rank_that_has_died(tmp_path: Path) -> None:
+    """Where the launcher lets the others wait."""
+    done, seconds = left_alone.run(
+        tmp_path,
+        """
+        import signal
+        from mpiddp import preemption
+        preemption.install()
+        dist.barrier()
+        if rank == 1:
+            die(by_signal=False)
+        time.sleep(1)
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        while not preemption.requested():
+            time.sleep(0.01)
+        """,
+    )
+    assert seconds < left_alone.AT_ONCE
+    waits = "waits for its part of preemption.requested() after a signal of group 'preemption'"
+    assert waits in done.stderr
+    assert "rank 1 (process" in done.stderr
+
+
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("leaving", [2, 0], ids=["another rank", "the first rank"])
+def test_a_rank_that_ends_while_others_uninstall(tmp_path: Path, leaving: int) -> None:
+    path = script(
+        tmp_path,
+        f"""
+        if rank == {leaving}:
+            sys.exit()
+        preemption.uninstall()  # else the job ends after the time limit
+        print("uninstalled", flush=True)
+        """,
+    )
+    done = mpirun.run(3, [path], timeout=50)
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0
+    assert done.stdout.count("uninstalled") == 2
+
+
+@pytest.mark.thorough
+def test_a_rank_that_does_not_uninstall(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        if rank == 1:
+            time.sleep(60)
+        preemption.uninstall()
+        """,
+    )
+    done = mpirun.run(2, [path], timeout=50)
+    print(done.stdout, done.stderr)
+    assert done.returncode != 0
+    assert "preemption.uninstall() on process group 'preemption' has waited" in done.stderr
+    assert "Rank 1 has not come (" in done.stderr
+    assert f"now at {path}:" in done.stderr
