@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import contextlib
 import os
 import shutil
+import sys
+import traceback
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -23,7 +27,52 @@ __all__ = ["async_save", "save", "write"]
 
 # The one thread that writes in the background, and what it did last.
 _background: concurrent.futures.ThreadPoolExecutor | None = None
-_last: Future[Path | None] | None = None
+_last: _Saving | None = None
+
+
+class _Saving(Future["Path | None"]):
+    """An asynchronous save, which knows whether somebody has asked how it ended.
+
+    Args:
+        rank: this one, for the warning if nobody has.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.asked = False
+        self.process_id = os.getpid()
+
+    def result(self, timeout: float | None = None) -> Path | None:
+        self.asked = True
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self.asked = True
+        return super().exception(timeout)
+
+    def run(self, function: Callable[..., Path], *arguments: Any) -> None:
+        """Do it; for the thread in the background."""
+        try:
+            self.set_result(function(*arguments))
+        except BaseException as error:
+            self.set_exception(error)
+
+
+def _say_at_exit() -> None:
+    """Say that the last save has failed, if nobody else has. The thread has been joined."""
+    if _last is None or _last.asked or not _last.done() or _last.process_id != os.getpid():
+        return
+    failure = _last.exception()
+    if failure is not None:
+        told = "".join(traceback.format_exception_only(failure)).strip()
+        with contextlib.suppress(Exception):  # a stream that takes nothing
+            print(
+                f"mpiddp: rank {_last.rank}: the last asynchronous save has failed, and nobody has "
+                f"asked for its result: {told}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def save(
@@ -82,7 +131,7 @@ def async_save(
     """Copy `state`, and save the copy while training goes on. Collective.
 
     If the one before is still being written, it is waited for. `save` waits as well, and the end of
-    the program does.
+    the program does, which says on stderr if the last one has failed and nobody has asked.
 
     Args:
         state: see `save`; it may change as soon as this returns.
@@ -103,7 +152,9 @@ def async_save(
     ranks = Ranks(group)
     sharded = _agree(ranks, state, step, keep)
     if _background is None:
+        atexit.register(_say_at_exit)
         _background = concurrent.futures.ThreadPoolExecutor(1, "mpiddp checkpoint")
+    saving = _Saving(ranks.rank)
     if sharded:
         twin = None
         if dist.is_initialized():
@@ -111,13 +162,13 @@ def async_save(
             assert whole is not None
             twin = twin_of(whole)
         arguments = Copier().copied(state), Path(root), step, keep, twin
-        _last = _background.submit(_save_sharded, *arguments)
+        _background.submit(saving.run, _save_sharded, *arguments)
     elif ranks.rank == 0:
-        _last = _background.submit(write, Copier().copied(state), Path(root), step, keep)
+        _background.submit(saving.run, write, Copier().copied(state), Path(root), step, keep)
     else:
-        _last = Future()
-        _last.set_result(None)
-    return _last
+        saving.set_result(None)
+    _last = saving
+    return saving
 
 
 def _agree(ranks: Ranks, state: Any, step: int, keep: int) -> bool:

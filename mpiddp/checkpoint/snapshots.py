@@ -6,10 +6,15 @@ They are checkpoints as of folders.py, in /dev/shm, which outlives the job's pro
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import getpass
 import os
 import shutil
+import sys
 import time
+import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +30,26 @@ from mpiddp.checkpoint.sharded import is_sharded
 from mpiddp.checkpoint.trees import Copier
 
 __all__ = ["Snapshots"]
+
+# Those that have written, and are neither closed nor cleared.
+_open: weakref.WeakSet[Snapshots] = weakref.WeakSet()
+
+
+@atexit.register
+def _look_at_exit() -> None:
+    """Say which are left open, and whether their last snapshots have failed."""
+    for snapshots in list(_open):
+        if snapshots._process_id != os.getpid():
+            continue  # the parent's
+        try:
+            snapshots.close()
+        except Exception as error:
+            with contextlib.suppress(Exception):  # a stream that takes nothing
+                told = f"mpiddp: the last snapshot at {snapshots.root} has failed: {error}"
+                print(told, file=sys.stderr, flush=True)
+        warnings.warn(
+            f"snapshots at {snapshots.root} have not been closed", ResourceWarning, stacklevel=1
+        )
 
 
 class Snapshots:
@@ -61,7 +86,13 @@ class Snapshots:
         self._copier = Copier()
         self._writing: Future[float] | None = None
         self._copying_seconds = 0.0
+        self._process_id = os.getpid()
         self._began = self._next = 0.0
+
+    @property
+    def root(self) -> Path:
+        """The folder on this node."""
+        return self._root
 
     @property
     def _writes(self) -> bool:
@@ -132,8 +163,29 @@ class Snapshots:
     def clear(self) -> None:
         """Remove this node's snapshots: the training is at its end. Not collective."""
         self._thread.shutdown()
+        _open.discard(self)
         if self._writes:
             shutil.rmtree(self._root, ignore_errors=True)
+
+    def close(self) -> None:
+        """Wait for the last snapshot, and end the thread. What is there stays. Not collective.
+
+        `clear` ends it too. Leaving a ``with`` closes.
+
+        Raises:
+            OSError: that snapshot could not be written.
+        """
+        self._thread.shutdown()
+        _open.discard(self)
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def __enter__(self) -> Snapshots:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def _newest(self) -> folders.Entry | None:
         for entry in folders.entries(self._root):
@@ -143,6 +195,7 @@ class Snapshots:
 
     def _write(self, state: Any, step: int) -> float:
         """Write a snapshot, and return the seconds of a core that it took."""
+        _open.add(self)
         began = time.thread_time()
         write(state, self._root, step, keep=1)
         return time.thread_time() - began
