@@ -85,7 +85,8 @@ def find(pattern: str = "") -> list[Rank]:
         with contextlib.suppress(OSError):
             command = (_PROC / str(process_id) / "cmdline").read_bytes()
             text = command.rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
-            if wanted.search(text) and (sign := _sign_of(process_id)) and _listens(process_id, sign):
+            sign = _sign_of(process_id) if wanted.search(text) else {}
+            if _listens(process_id, sign):
                 found.append(Rank(process_id, sign["rank"], sign["signal"], sign["path"], text))
     return found
 

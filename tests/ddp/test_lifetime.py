@@ -1,5 +1,6 @@
 """A wrapper that is dropped frees its hooks, its memory and its communicator."""
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -45,6 +46,39 @@ def trained(views: bool, steps: int = 2, **options: object) -> DDP:
 def channels() -> int:
     """Return how many channels of the usual kind the world's group has opened."""
     return dist.group.WORLD.channel_pool._kinds.count((requested_transport(None), None))
+
+
+class FailsAtLast(DDP):
+    """On one rank its construction fails when all channels are open."""
+
+    def _ddp_init_helper(self, *arguments):
+        super()._ddp_init_helper(*arguments)
+        if RANK == SIZE - 1:
+            raise ValueError("broken on purpose")
+
+
+def test_construction_that_fails(views):
+    """It leaves neither hooks nor memory, and its channel is lent again."""
+    trained(views)
+    gc.collect()
+    before = channels()
+    for _ in range(3):
+        module, wrapped = mlp(3, 4, 2), None
+        with contextlib.suppress(ValueError):
+            wrapped = FailsAtLast(module, gradient_as_bucket_view=views)
+        with together():
+            assert (wrapped is None) == (RANK == SIZE - 1)
+        if wrapped is None:
+            loss_of(module, torch.ones(2, 3, dtype=torch.float64)).backward()  # on this rank alone
+        kept = weakref.ref(module), weakref.ref(module[0].weight)
+        del module, wrapped
+        gc.collect()
+        with together():
+            assert [each() for each in kept] == [None, None]
+    wrapped = trained(views)
+    assert_replicated(wrapped.module)
+    with together():
+        assert channels() == before
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])

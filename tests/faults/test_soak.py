@@ -29,5 +29,7 @@ def test_nothing_grows(steps: int) -> None:
         assert late["descriptors"] <= early["descriptors"]
         assert late["threads"] <= early["threads"]
         assert late["python_threads"] <= early["python_threads"]
+        assert late["communicators"] <= early["communicators"]
+        assert late["handle"] <= early["handle"]
         assert late["maps"] <= early["maps"] + 20
         assert late["memory"] <= early["memory"] + _SPREAD

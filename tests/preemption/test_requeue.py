@@ -35,7 +35,7 @@ def test_refused(scontrol: Path) -> None:
     said = "slurm_requeue error: Requested operation is presently disabled"
     become(scontrol, f"echo '{said}' >&2\nexit 1")
     with pytest.raises(
-        RuntimeError, match="^job 4711 cannot be requeued: slurm_requeue error: Requested operation"
+        RuntimeError, match=r"^job 4711 cannot be requeued: slurm_requeue error: Requested"
     ):
         preemption.requeue()
 

@@ -56,6 +56,7 @@ def test_a_world_of_one(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "asked\n")
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
     path = script(
         tmp_path,

@@ -1,4 +1,4 @@
-"""What a program leaves open at its end is told by a ResourceWarning, and a failed save by a line."""
+"""What a program leaves open is told by a ResourceWarning, and a failed save by a line."""
 
 import os
 import subprocess
@@ -31,6 +31,7 @@ def run(
     return done
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_a_world(tmp_path: Path) -> None:
     source = "mpiddp.init_process_group()\npreemption.install()\n"
@@ -43,6 +44,7 @@ def test_a_world(tmp_path: Path) -> None:
         ) in done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_as_an_error(tmp_path: Path) -> None:
     """Everything has been stopped before it is raised."""
@@ -79,6 +81,7 @@ def test_nothing(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_snapshots(tmp_path: Path) -> None:
     done = run(
@@ -110,6 +113,7 @@ def test_snapshots(tmp_path: Path) -> None:
     assert "-failed has failed: " in done.stderr
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.once
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_save_that_failed(tmp_path: Path, asked: bool) -> None:

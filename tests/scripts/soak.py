@@ -2,8 +2,8 @@
 
     mpirun -n 2 python soak.py STEPS
 
-Rank 0 prints a line of JSON: of each rank, kilobytes of memory, descriptors and threads, after the
-first fifth of the rounds and at the end.
+Rank 0 prints a line of JSON: of each rank, kilobytes of memory, descriptors, threads and
+communicators, after the first fifth of the rounds and at the end.
 """
 
 import gc
@@ -21,13 +21,24 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mpiddp
 from mpiddp import DistributedDataParallel as DDP
+from mpiddp.mpi import communicators
 
 STEPS_OF_A_ROUND = 50
 ROUNDS = max(10, int(sys.argv[1]) // STEPS_OF_A_ROUND)
 
 
+def handle() -> int:
+    """Return the number of a new communicator: MPIs give the first that is free. Collective."""
+    from mpi4py import MPI
+
+    new = MPI.COMM_WORLD.Dup()
+    number = new.py2f()
+    new.Free()
+    return number
+
+
 def use() -> dict[str, int]:
-    """Return what this process uses of what could leak."""
+    """Return what this process uses of what could leak. Collective."""
     gc.collect()
     with open("/proc/self/status") as status:
         lines = dict(line.split(":", 1) for line in status)
@@ -36,6 +47,8 @@ def use() -> dict[str, int]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "python_threads": threading.active_count(),
+        "communicators": len(communicators.known()),
+        "handle": handle(),
         "maps": sum(1 for _ in open("/proc/self/maps")),
     }
 
