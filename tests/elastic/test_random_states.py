@@ -22,7 +22,8 @@ def train(ranks: int, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 def ends(done: "subprocess.CompletedProcess[str]") -> "list[dict]":
     said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return sorted(said, key=lambda each: each["rank"])
+    # One that came has the rank that another one had at its start.
+    return sorted(said, key=lambda each: (each["rank"], each["worlds"]))
 
 
 def undisturbed(seed: int) -> "list[list[float]]":
