@@ -55,13 +55,23 @@ def derive(source: Tensor, rank: int) -> None:
 
 def packed(states: dict[str, Any]) -> Tensor:
     """Return states as one small tensor, which every kind of checkpoint takes. Not collective."""
-    return torch.frombuffer(bytearray(pickle.dumps(states)), dtype=torch.uint8)
+    # Of a tensor, pickle writes an address as well, and equal states are to give equal bytes.
+    plain = {
+        name: _bytes_of(state) if isinstance(state, Tensor) else state
+        for name, state in states.items()
+    }
+    return torch.frombuffer(bytearray(pickle.dumps(plain)), dtype=torch.uint8)
 
 
 def unpacked(tensor: Tensor) -> dict[str, Any]:
     """Return what was packed. Not collective."""
-    states: dict[str, Any] = pickle.loads(_bytes_of(tensor))
-    return states
+    plain: dict[str, Any] = pickle.loads(_bytes_of(tensor))
+    return {
+        name: torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        if isinstance(state, bytes)
+        else state
+        for name, state in plain.items()
+    }
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

@@ -131,8 +131,7 @@ def run(
                         world.communicator(), finished or more > 0
                     )
                 if not lost and not more:
-                    if not world.is_to_end():
-                        state._end()
+                    _clear(state)
                     return result
                 if lost:
                     state._interrupt()
@@ -204,6 +203,15 @@ def _or_end_this_rank(function: Callable[..., Any], *args: Any, **kwargs: Any) -
             sys.stdout.flush()
         # As if it had been killed: to finalise MPI waits for the others.
         os._exit(1)
+
+
+def _clear(state: State) -> None:
+    """Remove the snapshots when all ranks have returned, unless the job is to be started again."""
+    if not state._has_snapshots or world.is_to_end():
+        return
+    if not losses.can_go_on() and dist.is_initialized():
+        losses.agree(world.communicator(), True)  # else all have said that they have returned
+    state._end()
 
 
 def _renew(

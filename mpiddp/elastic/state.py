@@ -203,6 +203,10 @@ class State:
             return f"Started again, it goes on from its last {' or '.join(places)}"
         return "Started again, it begins anew, since its State has neither a name nor checkpoints"
 
+    @property
+    def _has_snapshots(self) -> bool:
+        return self._snapshots is not None
+
     def _end(self) -> None:
         """Remove the snapshots: the function has returned. Not collective."""
         if self._snapshots is not None and self._name:

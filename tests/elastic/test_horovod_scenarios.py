@@ -10,14 +10,14 @@ import subprocess
 import pytest
 from elastic_runs import needs_ulfm, said, start
 
-pytestmark = [pytest.mark.timeout(150), needs_ulfm]
+pytestmark = [pytest.mark.timeout(300), needs_ulfm]
 
 # Horovod's tests end a rank in both of these ways.
 WAYS = ["kill", "exception"]
 
 
 def train(ranks: int, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return start(ranks, "horovod_elastic.py", *arguments)
+    return start(ranks, "horovod_elastic.py", *arguments, limit=200)
 
 
 @pytest.mark.parametrize("how", ["kill", pytest.param("exception", marks=pytest.mark.slow)])

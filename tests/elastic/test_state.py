@@ -163,6 +163,13 @@ def training():
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def written(state):
+    """Wait until the snapshots are there."""
+    if state._snapshots is not None and state._snapshots._writing is not None:
+        state._snapshots._writing.result()
+    dist.barrier()
+
+
 def of_training(name):
     return list(Path("/dev/shm").glob(f"mpiddp-snapshots-*{name}*"))
 
@@ -178,9 +185,7 @@ def test_random_numbers_of_a_job_that_is_started_again(place, mpi_tmp_path, trai
     state.step += 1
     state.commit()
     expected = drawn()
-    if place == "snapshot" and state._snapshots._writing is not None:
-        state._snapshots._writing.result()
-    dist.barrier()
+    written(state)
     seed(100)
     again = elastic.State(step=0, **given)
     assert again.resume()
@@ -238,8 +243,9 @@ def test_snapshots_of_a_function_that_has_returned(announced, training):
         for _ in range(3):
             state.step += 1
             state.commit()
-        dist.barrier()
-        assert of_training(training)
+        written(state)
+        if len(began) < 3:
+            assert of_training(training)
         while announced and not preemption.requested():
             time.sleep(0.01)
 

@@ -30,10 +30,11 @@ arguments = parser.parse_args()
 LOST = [tuple(map(int, lost.split(":"))) for lost in arguments.lose]
 GROW_AT, MORE = map(int, arguments.grow.split(":"))
 EPOCHS, SIZE = 4, 4
+CAME = MPI.Comm.Get_parent() != MPI.COMM_NULL
 
 torch.set_num_threads(1)
 hvd.init()
-first_rank = -1 if MPI.Comm.Get_parent() != MPI.COMM_NULL else hvd.rank()
+first_rank = -1 if CAME else hvd.rank()
 torch.manual_seed(hvd.rank())
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size(), momentum=0.9)
