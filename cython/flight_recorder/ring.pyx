@@ -98,6 +98,7 @@ cdef struct Record:
 cdef Record *records = NULL
 cdef long long capacity = 0
 cdef long long next_id = 0
+cdef long long first_id = 0
 
 _DTYPES = {
     ELEMENT_FLOAT32: torch.float32, ELEMENT_FLOAT64: torch.float64,
@@ -115,7 +116,7 @@ def allocate(long long size):
     No operation may be under way, and no bucket. Ids go on: what has kept one of before may not end
     another's record.
     """
-    global records, capacity
+    global records, capacity, first_id
     cdef long long place
     cdef Record *old = records
     cdef Record *fresh = NULL
@@ -127,6 +128,7 @@ def allocate(long long size):
             fresh[place].job.id = -1
     size_before, capacity = capacity, 0
     records = fresh
+    first_id = next_id
     capacity = max(size, 0)
     for place in range(size_before):
         _forget(&old[place])
@@ -373,6 +375,14 @@ def find_call(int source, long long number):
                 and record.name != NULL):
             return _call_of(record), peek_time(&record.job.ended) == 0
     return None
+
+
+def first():
+    """Return the id of the first record since `allocate`, also if it is not kept by now.
+
+    Not collective.
+    """
+    return first_id
 
 
 def under_way():
