@@ -479,17 +479,13 @@ def _stop_at_exit() -> None:
         group = reference()
         if group is not None:
             group.forget_communicators()
-    if dist.is_initialized():
+    left = [words for each in _world.companions if (words := str(each))]
+    if dist.is_initialized():  # torch's own function counts as an end
+        left.insert(0, "mpiddp.destroy_process_group() has not been called")
         dist.destroy_process_group()
     if _world.store is not None:
         _world.store.close()
-    # The last thing here: where warnings are errors, it raises.
-    _warn_that_it_is_left(_world)
-
-
-def _warn_that_it_is_left(world: _World) -> None:
-    """Say that the world was not destroyed, to whoever wants to hear of such things."""
-    left = ["mpiddp.destroy_process_group() has not been called", *map(str, world.companions)]
-    warnings.warn(
-        f"rank {world.topology.rank}: {'; '.join(left)}", ResourceWarning, stacklevel=2
-    )
+    if left:
+        # The last thing here: where warnings are errors, it raises.
+        words = f"rank {_world.topology.rank}: {'; '.join(left)}"
+        warnings.warn(words, ResourceWarning, stacklevel=2)
