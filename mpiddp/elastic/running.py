@@ -210,7 +210,8 @@ def _clear(state: State) -> None:
     if not state._has_snapshots or world.is_to_end():
         return
     if not losses.can_go_on() and dist.is_initialized():
-        losses.agree(world.communicator(), True)  # else all have said that they have returned
+        with world.recorded("the end of the elastic function"):
+            losses.agree(world.communicator(), True)  # else all have said that they have returned
     state._end()
 
 
