@@ -34,6 +34,7 @@ from mpiddp.ddp import logger  # noqa: E402
 from mpiddp.ddp.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from mpiddp.ddp.wrapper import DistributedDataParallel  # noqa: E402
 from mpiddp.elastic import running as _running  # noqa: E402, F401
+from mpiddp.mpi import libfabric as _libfabric  # noqa: E402
 from mpiddp.mpi import losses as _losses  # noqa: E402
 from mpiddp.mpi.nodes import Topology  # noqa: E402
 from mpiddp.optim import node_optimizer as _node_optimizer  # noqa: E402, F401
@@ -51,6 +52,7 @@ from mpiddp.version import __version__  # noqa: E402
 _Backend.register_backend(BACKEND, create_process_group, extended_api=True, devices=["cpu", "cuda"])
 _patches.install()
 _losses.avoid_shared_memory_of_mpi()
+_libfabric.leave_out_sockets()
 logger.install()
 
 __all__ = [

@@ -23,7 +23,6 @@ OVER_TCP = {
     "OMPI_MCA_pml": "ob1",
     "MPIR_CVAR_NOLOCAL": "1",
     "MPIR_CVAR_CH4_NETMOD": "ofi",
-    "FI_PROVIDER": "tcp",
 }
 
 
@@ -133,3 +132,30 @@ def test_messages_end_sleeps(tmp_path: Path) -> None:
     for heard in (counters["at_end"], counters["now"]):
         assert heard["heard"] >= heard["missed"] + 4, counters
     assert counters["on_thread"]["thread_chunks"] > 0, counters
+
+
+SMALL_MESSAGES = """
+import time
+import mpiddp  # before MPI
+from mpi4py import MPI
+import numpy
+
+world = MPI.COMM_WORLD
+late = 0
+for size in [1, 8, 200, 300] * 3:
+    message = numpy.zeros(size, numpy.uint8)
+    world.Barrier()
+    world.Bcast(message)
+    came = time.monotonic()
+    if world.rank == 0:
+        time.sleep(0.3)  # it computes, and does not call MPI
+    first, second = world.allgather(came)
+    late += second - first > 0.25
+if world.rank == 0:
+    print(late)
+"""
+
+
+def test_small_messages_leave_at_once(tmp_path: Path) -> None:
+    """Also while their sender computes, see libfabric.py."""
+    assert run_over_tcp(tmp_path, SMALL_MESSAGES).strip() == "0"
