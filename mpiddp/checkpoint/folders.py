@@ -19,7 +19,18 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["STATE", "Entry", "begin", "entries", "finish", "prune", "sha256", "sync", "verify"]
+__all__ = [
+    "STATE",
+    "Entry",
+    "begin",
+    "entries",
+    "entries_of_user",
+    "finish",
+    "prune",
+    "sha256",
+    "sync",
+    "verify",
+]
 
 STATE = "state.pt"
 SUMS = "SHA256SUMS"
@@ -57,14 +68,28 @@ def entries(root: Path) -> list[Entry]:
     return sorted(found, reverse=True)
 
 
+def entries_of_user(root: Path) -> list[Entry]:
+    """Return the checkpoints in `root` if that is this user's folder, the newest first.
+
+    Not collective. For where others may write, and what they have written is not to be unpickled.
+    """
+    try:
+        return entries(root) if root.lstat().st_uid == os.getuid() else []
+    except FileNotFoundError:
+        return []
+
+
 def begin(root: Path, step: int) -> Path:
-    """Return a new folder in which a checkpoint may be written. Not collective."""
+    """Return a new folder in which a checkpoint may be written. Not collective.
+
+    What killed jobs have left half-written goes first: there may be place for one only.
+    """
     root.mkdir(parents=True, exist_ok=True)
+    for _, path in _unfinished(root):
+        shutil.rmtree(path)
     known = entries(root)
     name = f"{known[0].number + 1 if known else 1:06d}-step-{step}"
     writing = root / f".{name}{_WRITING}"
-    if writing.exists():
-        shutil.rmtree(writing)
     writing.mkdir()
     return writing
 
@@ -97,11 +122,19 @@ def prune(root: Path, keep: int) -> None:
         removing = root / f".{entry.path.name}{_REMOVING}"
         entry.path.rename(removing)
         shutil.rmtree(removing)
-    newest = known[0].number if known else 0
+    for number, path in _unfinished(root):
+        if number <= (known[0].number if known else 0):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _unfinished(root: Path) -> list[tuple[int, Path]]:
+    """Return the numbers and paths of what is half-written or half-removed. Not collective."""
+    found = []
     for path in root.glob(".*"):
         match = _NAME.fullmatch(path.name.removeprefix(".").partition(".")[0])
-        if match and int(match[1]) <= newest and path.suffix in (_WRITING, _REMOVING):
-            shutil.rmtree(path, ignore_errors=True)
+        if match and path.suffix in (_WRITING, _REMOVING):
+            found.append((int(match[1]), path))
+    return found
 
 
 def sha256(path: Path) -> str:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from mpiddp.checkpoint import folders
 from mpiddp.checkpoint.ranks import Ranks, raise_together
+from mpiddp.checkpoint.sharded import dcp_failures
 
 __all__ = ["Checkpoint", "load"]
 
@@ -69,7 +70,8 @@ def load(
         raise TypeError(f"{entry.path} is sharded: give a state to fill, load(..., into=state)")
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-    dcp_load(into, checkpoint_id=entry.path, process_group=group)
+    with dcp_failures(ranks, "load a checkpoint"):
+        dcp_load(into, checkpoint_id=entry.path, process_group=group)
     return Checkpoint(into, entry.step, entry.path)
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from mpiddp.checkpoint import folders
 from mpiddp.checkpoint.ranks import Ranks, raise_together
-from mpiddp.checkpoint.sharded import is_sharded
+from mpiddp.checkpoint.sharded import dcp_failures, is_sharded
 from mpiddp.checkpoint.trees import Copier
 from mpiddp.torch_internals.group_twins import twin_of
 
@@ -42,6 +42,8 @@ class _Saving(Future["Path | None"]):
         self.rank = rank
         self.asked = False
         self.process_id = os.getpid()
+        # From now on `cancel` does nothing: other ranks may save already.
+        self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Path | None:
         self.asked = True
@@ -184,9 +186,7 @@ def _agree(ranks: Ranks, state: Any, step: int, keep: int) -> bool:
     last, _last = _last, None
     failure = None
     if last is not None:
-        with contextlib.suppress(Exception):
-            last.result()
-        failure = last.exception()
+        failure = last.exception()  # once it has ended
     sharded = is_sharded(state)
     told = ranks.gather((step, sharded, None if failure is None else repr(failure)))
     failed = [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(told) if text]
@@ -234,8 +234,14 @@ def _save_sharded(
     raise_together(ranks, error, "save a checkpoint")
     writing = ranks.from_first(writing)
     assert writing is not None
-    dcp_save(state, checkpoint_id=writing, process_group=group)
-    return _finish_together(root, writing, keep, ranks)
+    try:
+        with dcp_failures(ranks, "save a checkpoint"):
+            dcp_save(state, checkpoint_id=writing, process_group=group)
+        return _finish_together(root, writing, keep, ranks)
+    except BaseException:
+        if ranks.rank == 0:
+            shutil.rmtree(writing, ignore_errors=True)
+        raise
 
 
 def _finish_together(root: Path, writing: Path, keep: int, ranks: Ranks) -> Path:

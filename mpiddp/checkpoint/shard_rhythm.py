@@ -20,7 +20,6 @@ from mpiddp.checkpoint.node_copies import Memories
 from mpiddp.checkpoint.ranks import Ranks
 from mpiddp.checkpoint.shard_snapshots import write_shards
 from mpiddp.checkpoint.trees import Copier
-from mpiddp.torch_internals.group_twins import twin_of
 
 __all__ = ["ShardRhythm"]
 
@@ -40,8 +39,9 @@ class ShardRhythm:
     def __init__(self, root: Path, share: float, thread: ThreadPoolExecutor) -> None:
         world = dist.group.WORLD
         assert world is not None
-        # Training calls its own collectives meanwhile.
-        self._group = twin_of(world)
+        # Training calls its own collectives meanwhile, and so do asynchronous saves.
+        everyone = dist.get_process_group_ranks(world)
+        self._group = dist.new_group(everyone, use_local_synchronization=True)
         self._ranks = Ranks(self._group)
         self._memories = Memories(root.parent, self._ranks)
         self._root, self._share, self._thread = root, share, thread
@@ -79,6 +79,14 @@ class ShardRhythm:
         if self._count >= self._next:  # others may have begun at a call at which this rank did not
             self._begin(None, None)
             self._end()
+
+    def close(self) -> None:
+        """Wait as `wait` does, and free the group. Collective."""
+        try:
+            self.wait()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group(self._group)
 
     def _begin(self, copy: Any, step: int | None) -> None:
         self._under_way = self._thread.submit(self._make, copy, step, self._count)

@@ -6,7 +6,6 @@ reads them. What a rank needs and its node has not comes from a node that has it
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -23,10 +22,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from mpiddp.checkpoint import folders
 from mpiddp.checkpoint.node_copies import Memories, Part, move
 from mpiddp.checkpoint.ranks import Ranks, raise_together
+from mpiddp.checkpoint.sharded import dcp_failures
 
 __all__ = ["Found", "newest", "read_shards", "write_shards"]
 
 _METADATA = ".metadata"
+_READING = ".reading-"
 
 
 def write_shards(
@@ -51,9 +52,9 @@ def write_shards(
     writing = begun[memories.members[0]]
     assert writing is not None
     try:
-        dcp_save(
-            state, storage_writer=FileSystemWriter(writing, sync_files=False), process_group=group
-        )
+        writer = FileSystemWriter(writing, sync_files=False)
+        with dcp_failures(ranks, "make a snapshot"):
+            dcp_save(state, storage_writer=writer, process_group=group)
         _copy_to_next(writing, memories, ranks)
         sums = ranks.gather(_together(ranks, lambda: _sums(writing, memories, ranks)))
         if memories.first:
@@ -141,9 +142,8 @@ def newest(root: Path, memories: Memories, ranks: Ranks) -> Found | None:
     share, shares = memories.members.index(ranks.rank), len(memories.members)
     held = [
         _held(entry.path, entry.step, share, shares)
-        for entry in folders.entries(root)
-        # dcp unpickles what it finds, and others may write to /dev/shm.
-        if entry.sharded and entry.path.stat().st_uid == os.getuid()
+        for entry in folders.entries_of_user(root)
+        if entry.sharded
     ]
     everyones = ranks.gather((memories.members[0], held))
     damaged = {(node, each.key) for node, those in everyones for each in those if each.problem}
@@ -182,7 +182,9 @@ def _held(path: Path, step: int, share: int, shares: int) -> _Held:
     return _Held((step, digest), path, files, needed, problem)
 
 
-def read_shards(into: dict[str, Any], found: Found, root: Path, ranks: Ranks, group: Any) -> None:
+def read_shards(
+    into: dict[str, Any], found: Found, root: Path, memories: Memories, ranks: Ranks, group: Any
+) -> None:
     """Fill a state, also of another number of ranks than wrote it. Collective.
 
     Args:
@@ -190,18 +192,26 @@ def read_shards(into: dict[str, Any], found: Found, root: Path, ranks: Ranks, gr
         found: by `newest`.
         root: this node's folder of snapshots; what comes from other nodes lies there until it is
             read.
+        memories: which ranks share a node's memory.
         ranks: of the group.
         group: whose ranks these are.
     """
     scratch: list[Path] = []
 
+    def prepare() -> None:
+        if memories.first:
+            root.mkdir(parents=True, exist_ok=True)
+            for left in root.glob(f"{_READING}*"):  # by a job that was killed
+                shutil.rmtree(left, ignore_errors=True)
+
     def make() -> None:
-        root.mkdir(parents=True, exist_ok=True)
-        scratch.append(Path(tempfile.mkdtemp(prefix=".reading-", dir=root)))
+        scratch.append(Path(tempfile.mkdtemp(prefix=_READING, dir=root)))
 
     try:
+        _together(ranks, prepare)
         _together(ranks, make)
-        dcp_load(into, storage_reader=_Reader(scratch[0], found, ranks), process_group=group)
+        with dcp_failures(ranks, "load a snapshot"):
+            dcp_load(into, storage_reader=_Reader(scratch[0], found, ranks), process_group=group)
     finally:
         for path in scratch:
             shutil.rmtree(path, ignore_errors=True)

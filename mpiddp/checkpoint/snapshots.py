@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Snapshots"]
 
-# Those that have written, and are neither closed nor cleared.
+# Those that have written whole states, and are neither closed nor cleared. Closing is collective
+# where states are sharded, which nothing at a process's exit may be.
 _open: weakref.WeakSet[Snapshots] = weakref.WeakSet()
 
 
@@ -112,7 +113,8 @@ class Snapshots:
 
         Args:
             state: returns what `mpiddp.checkpoint.save` takes. It is called where a snapshot is
-                made, and once on each rank.
+                made, and once on each rank; not at the same step on all, so it must not
+                communicate (FSDP2's `state_dict` does not).
             step: returned by `load`.
 
         Returns:
@@ -155,10 +157,23 @@ class Snapshots:
             if not self._writing.done():
                 since = now - self._began
                 return max(self._copying_seconds / self._share - since, since)
-            cost = self._copying_seconds + self._writing.result()
-            self._writing = None
-            self._next = self._began + cost / self._share
+            self._end()
         return max(self._next - now, 0.0)
+
+    def _end(self) -> None:
+        """Wait for what is being written. Not collective.
+
+        Raises:
+            OSError: it could not be written. That is told once; the next one is tried in time.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        cost = self._copying_seconds
+        try:
+            cost += writing.result()
+        finally:
+            self._next = self._began + cost / self._share
 
     def load(
         self,
@@ -185,7 +200,7 @@ class Snapshots:
         """
         ranks = Ranks(group)
         mine = self._newest() if self._writes else None
-        sharded = any(entry.sharded for entry in folders.entries(self._root))
+        sharded = any(entry.sharded for entry in folders.entries_of_user(self._root))
         told = ranks.gather((mine, sharded))
         known = [
             (entry.step, -rank, entry.path)
@@ -213,12 +228,13 @@ class Snapshots:
         from mpiddp.checkpoint.node_copies import Memories
         from mpiddp.checkpoint.shard_snapshots import newest, read_shards
 
-        found = newest(self._root, Memories(self._root.parent, ranks), ranks)
+        memories = Memories(self._root.parent, ranks)
+        found = newest(self._root, memories, ranks)
         if found is None or (after is not None and found.step <= after):
             return None
         if into is None:
             raise TypeError(f"{found.path} is sharded: give a state to fill, load(into=state)")
-        read_shards(into, found, self._root, ranks, group)
+        read_shards(into, found, self._root, memories, ranks, group)
         return Checkpoint(into, found.step, found.path)
 
     def wait(self) -> None:
@@ -233,19 +249,17 @@ class Snapshots:
         """
         if self._shards is not None:
             self._shards.wait()
-        elif self._writing is not None:
-            self._writing.result()
+        self._end()
 
     def clear(self) -> None:
         """Remove this node's snapshots: the training is at its end.
 
         Not collective, but where the state is sharded.
         """
-        if self._shards is not None:
-            self._shards.wait()
-        self._thread.shutdown()
-        _open.discard(self)
-        if self._shards.cleans if self._shards is not None else self._writes:
+        cleans = self._shards.cleans if self._shards is not None else self._writes
+        with contextlib.suppress(OSError, RuntimeError):  # nobody needs the last one
+            self.close()
+        if cleans:
             shutil.rmtree(self._root, ignore_errors=True)
 
     def close(self) -> None:
@@ -256,23 +270,29 @@ class Snapshots:
 
         Raises:
             OSError: that snapshot could not be written.
+            RuntimeError: that is so on another rank, where the state is sharded.
         """
-        if self._shards is not None:
-            self._shards.wait()
-        self._thread.shutdown()
-        _open.discard(self)
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        shards, self._shards = self._shards, None
+        try:
+            if shards is not None:
+                shards.close()
+        finally:
+            self._thread.shutdown()
+            _open.discard(self)
+        self._end()
 
     def __enter__(self) -> Snapshots:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is not None and self._shards is not None:
+            # Other ranks may never come to the end of a snapshot: say now what went wrong here.
+            self._thread.shutdown(wait=False)
+            return
         self.close()
 
     def _newest(self) -> folders.Entry | None:
-        for entry in folders.entries(self._root):
+        for entry in folders.entries_of_user(self._root):
             if not entry.sharded and not folders.verify(entry.path):
                 return entry
         return None

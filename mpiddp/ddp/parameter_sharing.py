@@ -36,7 +36,7 @@ class ParameterSharing(TorchWrapper):
         }
         shared = SharedParameters(named, self.reducer, self.process_group)
         self._shared_parameters = shared
-        _install_hooks(self.module, shared)
+        _install_hooks(self.module, shared, weakref.WeakMethod(self.writing))
 
     def writing(self) -> AbstractContextManager[None]:
         """Return a context in which parameters may be changed in place.
@@ -111,25 +111,37 @@ class _ModuleHook:
         return _ModuleHook, (None, SharedParameters.wait)
 
 
-def _install_hooks(module: torch.nn.Module, shared: SharedParameters) -> None:
+def _install_hooks(
+    module: torch.nn.Module,
+    shared: SharedParameters,
+    writing: weakref.WeakMethod[Callable[[], AbstractContextManager[None]]],
+) -> None:
     """Let a module, or a part of it, that is used without its wrapper wait, too."""
     module.register_forward_pre_hook(_ModuleHook(shared, SharedParameters.wait))
     for part in module.modules():
-        loading = _Loading()
+        loading = _Loading(writing)
         part.register_state_dict_pre_hook(_ModuleHook(shared, SharedParameters.wait))
         part._register_load_state_dict_pre_hook(_ModuleHook(shared, loading.begin))
         part.register_load_state_dict_post_hook(_ModuleHook(shared, loading.end))
 
 
 class _Loading:
-    """Keeps `writing` open while a module loads a state_dict."""
+    """Keeps `writing` open while a module loads a state_dict.
 
-    def __init__(self) -> None:
+    Args:
+        writing: of the wrapper, as long as that is there.
+    """
+
+    def __init__(
+        self, writing: weakref.WeakMethod[Callable[[], AbstractContextManager[None]]]
+    ) -> None:
+        self._writing = writing
         self._open: AbstractContextManager[None] | None = None
 
     def begin(self, shared: SharedParameters) -> None:
-        self._open = shared.writing()
-        self._open.__enter__()
+        opened = (self._writing() or shared.writing)()
+        opened.__enter__()
+        self._open = opened
 
     def end(self, shared: SharedParameters) -> None:
         opened, self._open = self._open, None

@@ -46,6 +46,8 @@ class Watch:
 
     def __init__(self) -> None:
         global _watch
+        if _watch is not None:
+            _watch.stop()  # of another call of elastic functions
         self._communicator = world.communicator()
         self._lock = threading.Lock()
         self._stopped = False

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mpiddp.checkpoint.loading import load
 from mpiddp.checkpoint.ranks import Ranks
 from mpiddp.checkpoint.saving import save
+from mpiddp.checkpoint.sharded import is_sharded
 from mpiddp.checkpoint.snapshots import Snapshots
 from mpiddp.checkpoint.trees import leaves
 from mpiddp.elastic import random_states
@@ -144,7 +145,9 @@ class State:
 
         Raises:
             RuntimeError: no rank has a state to go on from.
+            ValueError: a part is sharded, so no rank has all of it.
         """
+        self._check_whole()
         ranks = Ranks(None)
         standing = ranks.gather((self.is_clean, self.commits))
         able = [(commits, -rank) for rank, (clean, commits) in enumerate(standing) if clean]
@@ -175,7 +178,11 @@ class State:
 
         Returns:
             whether there was one that is farther than this state.
+
+        Raises:
+            ValueError: a part is sharded, so no rank has all of it.
         """
+        self._check_whole()
         found = [self._snapshots.load(weights_only=False)] if self._snapshots is not None else []
         if self._checkpoints is not None:
             found.append(load(self._checkpoints, weights_only=False))
@@ -214,20 +221,25 @@ class State:
             self._snapshots = Snapshots(self._name)  # another function may go on with this state
 
     def _interrupt(self) -> None:
-        """Note what was drawn when a rank was lost. Not collective."""
-        self._interrupted = random_states.current()
+        """Note what was drawn when a rank was lost. Not collective.
+
+        Another loss before `sync` has ended changes nothing: meanwhile the last commit's are here.
+        """
+        if self._interrupted is None:
+            self._interrupted = random_states.current()
 
     def _look(self, snapshots: Snapshots) -> None:
         """Make a snapshot on all nodes if it is time, and agree when to look again. Collective."""
         began = time.monotonic()
         pace = (began - self._looked) / max(self.commits - self._looked_at, 1)
-        told = Ranks(None).gather(
-            (random_states.packed(self._random), snapshots.due_in(), pace, self._looking)
-        )
-        packed, due, paces, looking = zip(*told, strict=True)
+        of_rank = random_states.packed(self._random), self._of_this_rank()
+        told = Ranks(None).gather((of_rank, snapshots.due_in(), pace, self._looking))
+        of_ranks, due, paces, looking = zip(*told, strict=True)
         seconds = max(*due, max(looking) / _LOOKING)
         if max(due) == 0:
-            snapshots.step(lambda: self._everything() | {_RANDOM: list(packed)}, self.commits)
+            packed, others = zip(*of_ranks, strict=True)
+            random = {_RANDOM: list(packed)}
+            snapshots.step(lambda: self._united(self._everything(), others) | random, self.commits)
         # Not much farther than last time: the first steps say little of how long one takes.
         most = 2 * (self.commits - self._looked_at)
         apart = min(max(math.ceil(seconds / max(*paces, 1e-6)), 1), max(most, 1))
@@ -244,6 +256,21 @@ class State:
 
     def _arrive(self) -> None:
         """Make what belongs to the new world, before `sync`. Collective."""
+
+    def _of_this_rank(self) -> Any:
+        """Return what only this rank knows of the state, for `_united`. Not collective."""
+
+    def _united(self, everything: dict[str, Any], of_ranks: Sequence[Any]) -> dict[str, Any]:
+        """Return this rank's `_everything` with what all ranks know. Not collective."""
+        return everything
+
+    def _check_whole(self) -> None:
+        if is_sharded(self._everything()):
+            raise ValueError(
+                "a State has parts that are alike on all ranks, and one of these is sharded "
+                "(DTensor, ShardedTensor). For sharded parts there are "
+                "mpiddp.checkpoint.Snapshots and mpiddp.checkpoint.save"
+            )
 
     def _everything(self) -> dict[str, Any]:
         """Return all parts, in the form that is saved and sent."""

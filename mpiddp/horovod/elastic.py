@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, TypeVar
 
 import torch
@@ -69,7 +69,7 @@ class TorchState(State):
         self._callbacks.extend(callbacks)
 
     def save(self) -> None:
-        """Do what `commit` does. Not collective."""
+        """Do what `commit` does. Collective where that is."""
         self.commit()
 
     def check_host_updates(self) -> None:
@@ -84,17 +84,27 @@ class TorchState(State):
             RuntimeError: see `mpiddp.elastic.State.sync`.
         """
         self._note()
-        samplers = self._samplers()
-        recorded = Ranks(None).gather([sampler.processed_indices for sampler in samplers])
+        recorded = Ranks(None).gather(self._of_this_rank())
         super().sync()
-        for number, sampler in enumerate(samplers):
-            of_all = set().union(*(theirs[number] for theirs in recorded))
-            sampler.load_state_dict({"epoch": sampler.epoch, "processed_indices": sorted(of_all)})
+        self._take(self._united({}, recorded))
         self._note()
 
-    def _samplers(self) -> list[ElasticSampler]:
-        parts = (getattr(self, name) for name in self._names)
-        return [part for part in parts if isinstance(part, ElasticSampler)]
+    def _samplers(self) -> dict[str, ElasticSampler]:
+        parts = {name: getattr(self, name) for name in self._names}
+        return {name: part for name, part in parts.items() if isinstance(part, ElasticSampler)}
+
+    def _of_this_rank(self) -> dict[str, list[int]]:
+        return {name: sampler.processed_indices for name, sampler in self._samplers().items()}
+
+    def _united(
+        self, everything: dict[str, Any], of_ranks: Sequence[dict[str, list[int]]]
+    ) -> dict[str, Any]:
+        """Let all have recorded what any of them has."""
+        united = dict(everything)
+        for name, sampler in self._samplers().items():
+            of_all = set().union(*(theirs[name] for theirs in of_ranks))
+            united[name] = {"epoch": sampler.epoch, "processed_indices": sorted(of_all)}
+        return united
 
     def _leave(self) -> None:
         world.leave_lost_world()

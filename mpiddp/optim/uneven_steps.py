@@ -89,9 +89,9 @@ class UnevenSteps(Joinable):
         elif what == "scale":
             scale(self._own_gradients(), *arguments)
         elif what == "unscale":
-            found, own = torch.zeros(1), self._own_gradients()
+            found, own = torch.zeros(1, dtype=torch.float32), self._own_gradients()
             if own:
-                factor = torch.tensor(arguments[0])
+                factor = torch.tensor(arguments[0], dtype=torch.float32)
                 torch._amp_foreach_non_finite_check_and_unscale_(own, found, factor)
             self._agree_on_overflow([found])
         elif what == "complete":

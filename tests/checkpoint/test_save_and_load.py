@@ -12,6 +12,7 @@ import torch.distributed as dist
 from models import loss_of, mlp
 from replicas import RANK, SIZE, all_bits, gather, together, trained_with_adam
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -244,6 +245,15 @@ class TestAsync:
             loaded = torch.load(path / "state.pt", weights_only=True)
             assert loaded["a"].data_ptr() == loaded["b"].data_ptr()
 
+    def test_it_cannot_be_cancelled(self, mpi_tmp_path):
+        """Other ranks may be at it."""
+        saving = checkpoint.async_save({"big": torch.zeros(2_000_000)}, mpi_tmp_path, step=1)
+        assert not saving.cancel()
+        saving.result()
+        checkpoint.save({}, mpi_tmp_path, step=2)
+        with together():
+            assert names(mpi_tmp_path) == ["000001-step-1", "000002-step-2"]
+
     def test_failure_is_told(self, mpi_tmp_path):
         (mpi_tmp_path / "file").touch()
         dist.barrier()
@@ -311,6 +321,35 @@ class TestSharded:
         with together():
             assert found is not None
             assert found.path == good
+
+    @pytest.mark.parametrize("how", ["save", "async_save", "load"])
+    def test_a_failure_of_one_rank(self, mpi_tmp_path, monkeypatch, how):
+        """torch.distributed.checkpoint tells it by a BaseException, which nobody would catch."""
+        state = {"model": self.model(1).state_dict()}
+        checkpoint.save(state, mpi_tmp_path, step=1)
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        if RANK == SIZE - 1:
+            monkeypatch.setattr(FileSystemWriter, "write_data", full)
+            monkeypatch.setattr(FileSystemReader, "read_data", full)
+        calls = {
+            "load": lambda: checkpoint.load(mpi_tmp_path, into=state),
+            "save": lambda: checkpoint.save(state, mpi_tmp_path, step=2),
+            "async_save": lambda: checkpoint.async_save(state, mpi_tmp_path, step=2).result(),
+        }
+        with together(), pytest.raises((OSError, RuntimeError), match="No space left") as caught:
+            calls[how]()
+        with together():
+            assert isinstance(caught.value, OSError) == (RANK == SIZE - 1)
+            assert RANK == SIZE - 1 or f"rank {SIZE - 1}: OSError" in str(caught.value)
+        if how == "async_save":
+            with together(), pytest.raises(RuntimeError, match="the last asynchronous save has"):
+                checkpoint.save(state, mpi_tmp_path, step=3)
+        dist.barrier()  # rank 0 has cleaned
+        with together():
+            assert names(mpi_tmp_path) == ["000001-step-1"]
 
     def test_needs_a_state_to_fill(self, mpi_tmp_path):
         checkpoint.save({"model": self.model(1).state_dict()}, mpi_tmp_path, step=1)

@@ -1,6 +1,7 @@
 """Snapshots of sharded states: a node's shards in its memory, and a copy on the next node."""
 
 import contextlib
+import functools
 import shutil
 import tempfile
 import threading
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from pretended_nodes import NODES
 from replicas import RANK, SIZE, bits, gather, together
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -267,7 +269,7 @@ def test_as_often_as_the_share_allows(node):
         assert count * 0.1 < 0.02 * elapsed + 2 * 0.1
 
 
-@pytest.mark.parametrize("at", ["the copy", "the end"])
+@pytest.mark.parametrize("at", ["the shards", "the copy", "the end"])
 def test_no_memory_on_one_node(node, monkeypatch, at):
     """All ranks are told, the snapshot before stays on all nodes, and the next one is made."""
     from mpiddp.checkpoint import folders, node_copies
@@ -281,8 +283,12 @@ def test_no_memory_on_one_node(node, monkeypatch, at):
 
     with monkeypatch.context() as patch:
         if RANK == SIZE - 1:
-            broken = (node_copies, "_reserve") if at == "the copy" else (folders, "finish")
-            patch.setattr(*broken, full)
+            broken = {
+                "the shards": (FileSystemWriter, "write_data"),
+                "the copy": (node_copies, "_reserve"),
+                "the end": (folders, "finish"),
+            }
+            patch.setattr(*broken[at], full)
         with pytest.raises((OSError, RuntimeError), match="No space left"):
             made(snapshots, training, [3])
     held[3] = training.bits()
@@ -292,7 +298,7 @@ def test_no_memory_on_one_node(node, monkeypatch, at):
     with together():
         assert list(node.glob("*/*-step-2"))
         # The end came on the other nodes, which have copies.
-        assert found.step == (2 if at == "the copy" else 3)
+        assert found.step == (3 if at == "the end" else 2)
         assert after == held[found.step]
     made(snapshots, training, [4])
     with together():
@@ -307,3 +313,75 @@ def test_no_state_to_fill(node):
     made(snapshots, Training(), [1, 2])
     with pytest.raises(TypeError, match="is sharded: give a state to fill"):
         snapshots.load()
+
+
+def test_beside_an_asynchronous_save(node, mpi_tmp_path):
+    """Two threads call collectives, in another order on each rank, and so does training."""
+    training = Training()
+    snapshots = checkpoint.Snapshots("t", share=1, folder=node)
+    made(snapshots, training, [1, 2])
+    for step in range(3, 9):
+        training.step()
+        snapshots._shards._next = 0
+        if (RANK + step) % 2:
+            snapshots.step(training.state, step)
+        checkpoint.async_save(training.state(), mpi_tmp_path, step=step)
+        if (RANK + step) % 2 == 0:
+            snapshots.step(training.state, step)
+        held = training.bits()
+        snapshots.wait()
+    checkpoint.save({}, mpi_tmp_path / "last", step=9)  # when the asynchronous one has ended
+    for load in (snapshots.load, functools.partial(checkpoint.load, mpi_tmp_path)):
+        again = Training(seed=1)
+        found = load(into=again.state())
+        again.take(found.state)
+        now = again.bits()
+        with together():
+            assert found.step == 8
+            assert now == held
+    snapshots.clear()
+
+
+def test_what_killed_jobs_have_left(node):
+    root = checkpoint.Snapshots("t", folder=node).root
+    if RANK == SIZE - 1:
+        for name in (".000001-step-7.writing", ".000012-step-40.writing", ".reading-abc"):
+            (root / name).mkdir(parents=True)
+            (root / name / "shard").write_bytes(bytes(1000))
+    dist.barrier()
+    training = Training()
+    snapshots = checkpoint.Snapshots("t", share=1, folder=node)
+    made(snapshots, training, [1, 2])
+    writing = [path.name for path in root.iterdir() if path.suffix == ".writing"]
+    snapshots.load(into=training.state())
+    with together():
+        assert writing == []
+        assert [path.name[-6:] for path in root.iterdir()] == ["step-2"]
+
+
+def test_an_exception_is_not_held_up(node):
+    """By ranks that do not come to the end of the snapshot."""
+    training = Training()
+    snapshots = checkpoint.Snapshots("t", share=1, folder=node)
+    made(snapshots, training, [1, 2])
+    shards = snapshots._shards
+    shards._next = 0
+
+    def fail():
+        with snapshots:
+            assert snapshots.step(training.state, 3)
+            raise ValueError("on purpose")
+
+    began = time.monotonic()
+    if RANK == 0:
+        with pytest.raises(ValueError, match="on purpose"):
+            fail()
+        seconds = time.monotonic() - began
+    dist.barrier()
+    if RANK == 0:
+        shards._end()
+    else:
+        snapshots.wait()
+    with together():
+        assert RANK > 0 or seconds < 5
+        assert [path.name[-6:] for path in snapshots.root.iterdir()] == ["step-2"]

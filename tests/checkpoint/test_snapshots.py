@@ -1,5 +1,6 @@
 """Snapshots in node memory: the newest one of all nodes, at a share of the time."""
 
+import os
 import shutil
 import tempfile
 import time
@@ -119,3 +120,42 @@ def test_wrong_use(node, monkeypatch):
     made(checkpoint.Snapshots(share=1, folder=node), 3)
     with together():
         assert [path.name.rpartition("-")[2] for path in node.iterdir()] == ["17"]
+
+
+def no_space(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_failure_is_told_once(node, monkeypatch):
+    snapshots = checkpoint.Snapshots("training", share=1, folder=node)
+    with monkeypatch.context() as patch:
+        patch.setattr("mpiddp.checkpoint.snapshots.write", no_space)
+        assert snapshots.step(lambda: state(1), 1)
+        with together(), pytest.raises(OSError, match="No space left"):
+            snapshots.wait()
+    while not snapshots.step(lambda: state(2), 2):
+        time.sleep(0.01)
+    snapshots.wait()
+    assert [entry.name[-6:] for entry in snapshots.root.iterdir()] == ["step-2"]
+    snapshots.close()
+
+
+def test_all_goes_also_where_the_last_one_has_failed(node, monkeypatch):
+    snapshots = checkpoint.Snapshots("training", share=1, folder=node)
+    made(snapshots, 1)
+    monkeypatch.setattr("mpiddp.checkpoint.snapshots.write", no_space)
+    while not snapshots.step(lambda: state(2), 2):
+        time.sleep(0.01)
+    snapshots.clear()
+    assert list(node.iterdir()) == []
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        snapshots._thread.submit(no_space)
+
+
+def test_those_of_somebody_else(node, monkeypatch):
+    """They are not unpickled: anybody may write to /dev/shm."""
+    snapshots = checkpoint.Snapshots("training", share=1, folder=node)
+    made(snapshots, 1)
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    assert snapshots.load(weights_only=False) is None

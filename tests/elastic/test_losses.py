@@ -121,6 +121,15 @@ def test_two_of_sixteen() -> None:
 
 
 @needs_ulfm
+def test_a_loss_in_the_second_function() -> None:
+    """What noticed losses for the first one does not take the new world for lost."""
+    done = train(3, 200, "--kill-at=1:50", "--after-another")
+    assert done.returncode == 0
+    assert [each["worlds"] for each in said(done)] == [[[3, 0], [2, 50]]] * 2
+    assert done.stderr.count("training goes on with") == 1
+
+
+@needs_ulfm
 @pytest.mark.slow
 def test_last_rank_goes_on_alone() -> None:
     (ended,) = said(train(3, 300, "--kill=0:0.3", "--kill=2:0.8"))

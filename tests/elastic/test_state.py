@@ -233,6 +233,58 @@ def test_random_numbers_of_one_that_is_behind():
         assert drawn() == expected
 
 
+def test_another_loss_before_all_have_the_state_again():
+    """What the ranks had drawn when the first one came is what they go on with."""
+    seed(RANK)
+    state = elastic.State(step=0)
+    state.sync()
+    drawn()
+    if SIZE == 1 or RANK < SIZE - 1:
+        state.commit()
+    expected = drawn()
+    seed(RANK)
+    drawn()
+    state._interrupt()
+    state.restore()
+    state._interrupt()
+    state.sync()
+    with together():
+        assert drawn() == expected
+
+
+def test_sharded_parts_are_refused():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(nn.Sequential(nn.Linear(3, 7)), mesh=init_device_mesh("cpu", (SIZE,)))
+    state = elastic.State(model=model)
+    for call in (state.sync, state.resume):
+        with together(), pytest.raises(ValueError, match="one of these is sharded"):
+            call()
+
+
+def test_what_any_rank_has_processed_is_in_snapshots(monkeypatch, training):
+    from mpiddp.horovod.elastic import ElasticSampler, TorchState
+
+    monkeypatch.setattr("mpiddp.elastic.state._name_in_slurm", lambda: training)
+
+    def job():
+        return TorchState(sampler=ElasticSampler(range(100), shuffle=False), step=0)
+
+    state = job()
+    state.sync()
+    list(state.sampler)
+    state.sampler.record_batch(0, 3)
+    state.step += 1
+    state.commit()
+    written(state)
+    again = job()
+    with together():
+        assert again.resume()
+        assert again.sampler.processed_indices == list(range(3 * SIZE))
+        assert state.sampler.processed_indices == list(range(RANK, 3 * SIZE, SIZE))
+
+
 @pytest.mark.parametrize("announced", [False, True])
 def test_snapshots_of_a_function_that_has_returned(announced, training):
     """They are gone, unless the job is only interrupted; another function begins anew."""

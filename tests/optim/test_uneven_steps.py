@@ -1,5 +1,7 @@
 """Ranks whose inputs have ended step their part as the others do: clipped, scaled or not."""
 
+from typing import Any
+
 import pytest
 import torch
 from models import loss_of, mlp
@@ -90,9 +92,19 @@ def test_all_gradients() -> None:
     assert_alike(plain, shared)
 
 
-def test_scaled_and_skipped() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scaled_and_skipped(dtype: torch.dtype) -> None:
     """What only a rank without inputs sees to overflow skips the step of all."""
     models = pair(lr=0.01)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        train_with_a_scaler(models)
+    finally:
+        torch.set_default_dtype(default)
+
+
+def train_with_a_scaler(models: Any) -> None:
     scales = []
     for model, optimizer in models:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
@@ -100,7 +112,7 @@ def test_scaled_and_skipped() -> None:
             for step in range(2 + 2 * RANK):
                 torch.manual_seed(100 * step + RANK)
                 optimizer.zero_grad()
-                loss = loss_of(model, torch.randn(3, 30))
+                loss = loss_of(model, torch.randn(3, 30, dtype=torch.float32))
                 if step == 2 and RANK == SIZE - 1:
                     # In the first layer, whose first elements belong to rank 0: it has no inputs.
                     model.module[0].weight.register_hook(overflow(step))
@@ -140,6 +152,8 @@ def test_refused() -> None:
         optimizer.step()
         with together(), pytest.raises(RuntimeError, match=r"writing\(\) changes"):
             shared.writing()
+        with together(), pytest.raises(RuntimeError, match=r"writing\(\) changes"):
+            shared.module.load_state_dict(shared.module.state_dict())
         loss = loss_of(shared, batch)
         with together(), pytest.raises(RuntimeError, match="call zero_grad before it"):
             loss.backward()

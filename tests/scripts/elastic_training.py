@@ -2,10 +2,11 @@
 
     mpirun --with-ft ulfm -n 4 python elastic_training.py STEPS [--kill RANK:SECONDS]
         [--kill-at RANK:STEP] [--options JSON] [--grow STEP:COUNT]
-        [--admit FOLDER] [--under-way FILE]
+        [--admit FOLDER] [--under-way FILE] [--after-another]
 
 SECONDS count from when the rank began the function; a rank of -1 is a process that came later.
 With --admit it trains until another job has come, and STEPS more. The FILE is made after 20 steps.
+With --after-another another elastic function has run before.
 OPTIONS are those of `elastic.run`. Each rank that ends prints a line of JSON.
 """
 
@@ -34,6 +35,7 @@ parser.add_argument("--options", type=json.loads, default={})
 parser.add_argument("--grow", default="-1:0")
 parser.add_argument("--admit")
 parser.add_argument("--under-way", type=Path)
+parser.add_argument("--after-another", action="store_true")
 arguments = parser.parse_args()
 STEPS = arguments.steps
 KILLS = {int(rank): float(after) for rank, _, after in (a.partition(":") for a in arguments.kill)}
@@ -101,7 +103,8 @@ def train(state):
     return loss.item() / dist.get_world_size()
 
 
-began = time.monotonic()
+if arguments.after_another:
+    elastic.run(lambda state: None)(elastic.State())
 loss = train(state)
 digest = hashlib.sha256()
 for parameter in model.parameters():
