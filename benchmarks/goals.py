@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 
 from measuring import Record, Samples, exposed, quartiles, ratio, show_ratio, table
 from names import (
+    ALONE,
     BARE,
     FLATTENED,
     GLOO,
     GLOO_GROUP,
+    GLOO_ZERO,
     LIMIT,
     LIMIT_ALONE,
     LIMIT_IN_PLACE,
@@ -18,6 +20,7 @@ from names import (
     OUR_BACKEND,
     OURS,
     OURS_MPI,
+    OURS_NODE,
 )
 
 LIMITS = (LIMIT, LIMIT_ALONE)
@@ -43,6 +46,23 @@ COLLECTIVE_DIFFERENCE = 15.0
 COLLECTIVE_RATIO = 1.10
 COLLECTIVE_GLOO = 1.0
 LARGE = 1 << 20
+# Whole steps of a NodeOptimizer beside others, by model, optimizer and number of ranks (None: any).
+# What is not here is not to be slower than our DDP with the plain optimizer.
+STEPS = {
+    ("3 x Linear(4096)", "AdamW", 2): {OURS: 0.72},
+    ("3 x Linear(4096)", "AdamW", 4): {OURS: 0.60},
+    ("3 x Linear(4096)", "AdamW", None): {GLOO: 0.58, GLOO_ZERO: 0.65, ALONE: 0.78},
+    ("3 x Linear(4096)", "AdamW, fused", None): {OURS: 0.85, GLOO: 0.60},
+    ("3 x Linear(4096)", "SGD, momentum", None): {OURS: 0.90},
+    ("8 x Linear(1024)", "AdamW", None): {OURS: 0.85},
+    ("8 x Linear(1024)", "SGD, momentum", None): {OURS: 0.90},
+    ("transformer", "AdamW", None): {OURS: 0.85},
+    ("transformer", "SGD, momentum", None): {OURS: 0.90},
+}
+NOT_SLOWER = 1.0
+# Of the optimizer's time and of memory: this over the number of ranks.
+OPTIMIZER_ALONE = 1.1
+OPTIMIZER_MEMORY = 1.05
 
 
 def _by_name(result: Record, views: bool) -> dict[str, Samples]:
@@ -114,6 +134,32 @@ def _collective_rows(records: list[Record]) -> Iterator[Row]:
                 yield max(rows, key=lambda row: row[3][0] if row[3] else 0.0)
 
 
+def _optimizer_rows(results: Record) -> Iterator[Row]:
+    """Yield whole steps, the optimizer alone and memory, beside those that have a goal."""
+    cells: dict[tuple[str, str, int], dict[str, Record]] = {}
+    for record in results.get("optimizers", ()):
+        key = record["model"], record["optimizer"], record["ranks"]
+        cells.setdefault(key, {})[record["candidate"]] = record
+    for (model, optimizer, ranks), by_name in cells.items():
+        title, ours = f"{model}, {optimizer}, {ranks} ranks", by_name[OURS_NODE]
+        goals = {OURS: NOT_SLOWER}
+        for of_ranks in (None, ranks):
+            goals.update(STEPS.get((model, optimizer, of_ranks), {}))
+        for other, goal in goals.items():
+            yield f"{title}, step", other, goal, ratio(ours["step"], by_name[other]["step"])
+        alone = ratio(ours["alone"], by_name[OURS]["alone"])
+        yield f"{title}, optimizer alone", OURS, OPTIMIZER_ALONE / ranks, alone
+    held = {
+        (record["ranks"], record["candidate"]): record["bytes"]
+        for record in results.get("optimizer_memory", ())
+    }
+    for (ranks, name), size in held.items():
+        if name == OURS_NODE:
+            share = size / held[ranks, OURS]
+            title = f"parameters and state, {ranks} ranks"
+            yield title, OURS, OPTIMIZER_MEMORY / ranks, (share,) * 3
+
+
 def collective_verdict(record: Record) -> str:
     """Return which goals a collective misses, with a `?` where the spread does not say."""
     missed = []
@@ -146,6 +192,7 @@ def _rows(results: Record) -> Iterator[Row]:
         if LIMIT_IN_PLACE in seconds:
             yield title, LIMIT_IN_PLACE, None, ratio(seconds[OURS], seconds[LIMIT_IN_PLACE])
     yield from _collective_rows(results.get("collectives", []))
+    yield from _optimizer_rows(results)
     for result in results.get("construction", ()):
         for what, seconds in result["seconds"].items():
             title = f"{what}, {result['ranks']} ranks"

@@ -34,6 +34,9 @@ import mpiddp
 
 MEASURED = ("8 x Linear(1024)", "3 x Linear(4096)", "transformer", "200 x Linear(64)")
 IN_MEMORY = "3 x Linear(4096)"
+# At least; and the seconds of steps that are timed at once.
+ROUNDS = 9
+BLOCK = 0.1
 CANDIDATES = (OURS_NODE, OURS, GLOO, GLOO_ZERO, ALONE)
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-4}),
@@ -112,27 +115,29 @@ def measure(
     }
     began = time.monotonic()
     rounds = 0
-    while rounds < 4 or slowest(time.monotonic() - began) < seconds:
+    steps = 1
+    # The first round brings what a first step brings, and tells how long one is.
+    while rounds <= ROUNDS or slowest(time.monotonic() - began) < seconds:
         order = CANDIDATES if rounds % 2 == 0 else CANDIDATES[::-1]
         for name in order:
             trained = candidates[name]
-            trained.step(inputs)  # what was in the cache was another's
-            trained.finish()
-            MPI.COMM_WORLD.Barrier()
-            start = time.perf_counter()
-            trained.step(inputs)
-            trained.step(inputs)
-            trained.finish()
-            step = slowest(time.perf_counter() - start) / 2
-            trained.backward(inputs)
+            trained.backward(inputs)  # what was in the cache was another's
             MPI.COMM_WORLD.Barrier()
             start = time.perf_counter()
             trained.optimizer.step()
             trained.finish()
             alone = slowest(time.perf_counter() - start)
+            MPI.COMM_WORLD.Barrier()
+            start = time.perf_counter()
+            for _ in range(steps):
+                trained.step(inputs)
+            trained.finish()
+            step = slowest(time.perf_counter() - start) / steps
             if rounds > 0:
                 samples[name]["step"].append(step)
                 samples[name]["alone"].append(alone)
+        if rounds == 0:
+            steps = max(1, round(BLOCK / step))
         rounds += 1
     return samples
 
@@ -153,6 +158,9 @@ def measure_memory(workload: Workload, optimizer: str, candidate: str) -> float:
     # What a first step brings with it: modules that torch imports, buffers of its libraries.
     tiny = make(candidate, optimizer, torch.nn.Linear(8, 8), None)
     tiny.step(torch.ones(8, 8))
+    model, inputs = workload.make()
+    model(inputs).square().mean().backward()
+    del model
     before = proportional_set_size()
     model, inputs = workload.make()
     gradients = ranks * sum(parameter.nbytes for parameter in model.parameters())

@@ -1,8 +1,8 @@
 """One optimizer step a node, beside torch's plain optimizers and torch's wrapper over Gloo."""
 
+import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CASES, Case, Given, loss_of, mlp
+from optimizer_pairs import OPTIMIZERS, assert_same_parameters, pair, train, wide
 from pretended_nodes import NODES, group_on
 from replicas import (
     RANK,
@@ -29,93 +30,6 @@ from mpiddp import DistributedDataParallel as DDP
 from mpiddp.optim import NodeOptimizer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes]
-
-Maker = Callable[[Any], torch.optim.Optimizer]
-
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "SGD": (torch.optim.SGD, {"lr": 0.1}),
-    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
-    "Adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True, "weight_decay": 0.01}),
-    "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
-    "AdamW fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
-    "AdamW foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
-    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
-    "Adamax": (torch.optim.Adamax, {"lr": 0.01}),
-    "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
-    "RAdam": (torch.optim.RAdam, {"lr": 0.01}),
-    "ASGD": (torch.optim.ASGD, {"lr": 0.01}),
-    "Rprop": (torch.optim.Rprop, {"lr": 0.01}),
-    "Adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
-}
-
-
-class CountingSign(torch.optim.Optimizer):
-    """A user's optimizer, as Lion: it makes its state anew and counts with Python's numbers."""
-
-    def __init__(self, params: Any, lr: float = 0.01, beta: float = 0.9) -> None:
-        super().__init__(params, {"lr": lr, "beta": beta})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                state["count"] = state.get("count", 0) + 1
-                mean = state.get("mean", torch.zeros_like(parameter))
-                state["mean"] = mean * group["beta"] + parameter.grad * (1 - group["beta"])
-                parameter -= group["lr"] / state["count"] * state["mean"].sign()
-
-
-OPTIMIZERS["the user's"] = (CountingSign, {})
-
-
-def pair(
-    make: Callable[[], nn.Module], name: str, **settings: Any
-) -> tuple[tuple[DDP, torch.optim.Optimizer], tuple[DDP, NodeOptimizer]]:
-    """Return the same model twice: with the plain optimizer, and with that of the node."""
-    optimizer_class, own = OPTIMIZERS[name]
-    settings = {**own, **settings}
-    torch.manual_seed(1)
-    plain = DDP(make())
-    torch.manual_seed(1)
-    shared = DDP(make(), shared_parameters=True)
-    return (
-        (plain, optimizer_class(plain.parameters(), **settings)),
-        (shared, NodeOptimizer(shared, optimizer_class, **settings)),
-    )
-
-
-def assert_same_parameters(actual: nn.Module, expected: nn.Module, exact: bool = True) -> None:
-    """Assert equal parameters, to the last bit or to rounding. Collective."""
-    with together():
-        for (name, own), (_, truth) in zip(
-            actual.named_parameters(), expected.named_parameters(), strict=True
-        ):
-            if exact:
-                assert torch.equal(own, truth), name
-            else:
-                assert_close(own, truth, name, factor=10)
-
-
-def wide() -> nn.Module:
-    """Return a model whose parameters belong to several ranks, and to one."""
-    return mlp(30, 400, 300, 7, dtype=torch.float32)
-
-
-def train(
-    models: Any, steps: int, rows: int = 3, width: int = 30, dtype: torch.dtype = torch.float32
-) -> None:
-    """Train models side by side on the same batches."""
-    for step in range(steps):
-        torch.manual_seed(step)
-        batch = share(batch_of(rows, width, dtype=dtype))
-        for model, optimizer in models:
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
 
 
 @pytest.mark.thorough(keep=4)
@@ -157,6 +71,27 @@ def test_after_200_steps(name: str, gloo: dist.ProcessGroup) -> None:
     assert_same_bits(models[1][0].named_parameters())
     if SIZE <= 2:
         assert_same_parameters(models[1][0], torchs, exact=exact)
+
+
+def test_fused_updates() -> None:
+    """From the same state, each update is the same to two units in its last place."""
+    (plain, optimizer), (model, own) = pair(
+        lambda: mlp(6, 200, 3, dtype=torch.float32), "AdamW fused"
+    )
+    for step in range(50):
+        before = [parameter.detach().clone() for parameter in plain.parameters()]
+        train([(plain, optimizer), (model, own)], 1, width=6)
+        with together():
+            for start, here, there in zip(
+                before, model.parameters(), plain.parameters(), strict=True
+            ):
+                update = (there - start).abs()
+                # An update is rounded to its parameter's last place when it is added.
+                unit = torch.finfo(torch.float32).eps * torch.maximum(update, there.abs())
+                assert bool(((here - there).abs() <= 2 * unit).all()), step
+        with model.writing():
+            model.module.load_state_dict(plain.module.state_dict())
+        own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 def test_late_ranks() -> None:
@@ -253,15 +188,41 @@ ACTIONS = st.lists(
     name=st.sampled_from(sorted(OPTIMIZERS)),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     groups=st.booleans(),
+    whole=st.booleans(),
+    place=st.sampled_from([None, *NODES.values()]),
     actions=ACTIONS,
 )
 @drawn_together(25)
-def test_sweep(name: str, dtype: torch.dtype, groups: bool, actions: list[str]) -> None:
+def test_sweep(
+    name: str,
+    dtype: torch.dtype,
+    groups: bool,
+    whole: bool,
+    place: list[int] | None,
+    actions: list[str],
+) -> None:
     """Beside torch's optimizer in one process, on the gradients of the whole batch."""
+    with contextlib.ExitStack() as stack:
+        group = None
+        if place is not None:
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            group = stack.enter_context(group_on(place, patch))
+        sweep(name, dtype, groups, whole, group, actions)
+
+
+def sweep(
+    name: str,
+    dtype: torch.dtype,
+    groups: bool,
+    whole: bool,
+    group: dist.ProcessGroup | None,
+    actions: list[str],
+) -> None:
     torch.manual_seed(2)
     bare = mlp(5, 300, 200, 3, dtype=dtype)
     torch.manual_seed(2)
-    model = DDP(mlp(5, 300, 200, 3, dtype=dtype), shared_parameters=True)
+    made = mlp(5, 300, 200, 3, dtype=dtype)
+    model = DDP(made, process_group=group, shared_parameters=True)
     optimizer_class, settings = OPTIMIZERS[name]
 
     def grouped(module: nn.Module) -> Any:
@@ -271,7 +232,7 @@ def test_sweep(name: str, dtype: torch.dtype, groups: bool, actions: list[str]) 
         return [{"params": parameters[::2], "lr": 0.02}, {"params": parameters[1::2]}]
 
     plain = optimizer_class(grouped(bare), **settings)
-    own = NodeOptimizer(model, optimizer_class, grouped(model), **settings)
+    own = NodeOptimizer(model, optimizer_class, grouped(model), whole_gradients=whole, **settings)
     for number, action in enumerate(actions):
         torch.manual_seed(number)
         if action != "keep":
@@ -471,121 +432,3 @@ def test_training_goes_on() -> None:
         states = [optimizer.state_dict() for _, optimizer, _ in models]
         assert states[0]["state"].keys() == states[1]["state"].keys()
         assert states[0]["param_groups"] == states[1]["param_groups"]
-
-
-@pytest.mark.parametrize("name", ["momentum", "AdamW", "the user's"])
-def test_checkpoints(name: str) -> None:
-    """From the plain optimizer to the node's and back, in the middle of training."""
-    models = pair(wide, name)
-    train(models, 3)
-    (plain, plain_optimizer), (model, own) = models
-    torch.manual_seed(9)
-    again = pair(wide, name)
-    again[0][0].module.load_state_dict(model.module.state_dict())
-    # Copies: torch's plain optimizer would go on with the same tensors.
-    again[0][1].load_state_dict(copy.deepcopy(own.state_dict()))
-    again[1][0].load_state_dict(plain.state_dict())
-    again[1][1].load_state_dict(copy.deepcopy(plain_optimizer.state_dict()))
-    train([*models, *again], 3)
-    for other, _ in (again[0], again[1], models[1]):
-        assert_same_parameters(other, plain)
-    with together(), pytest.raises(ValueError, match="parameter group"):
-        own.load_state_dict({"state": {}, "param_groups": []})
-
-
-def test_state_of_one_rank(tmp_path: Any) -> None:
-    """Rank 0 alone may save, as scripts do."""
-    models = pair(wide, "AdamW")
-    train(models, 2)
-    (plain, plain_optimizer), (model, own) = models
-    if RANK == 0:
-        torch.save([model.module.state_dict(), own.state_dict()], tmp_path / "saved")
-        size = (tmp_path / "saved").stat().st_size
-        state, of_optimizer = torch.load(tmp_path / "saved")
-    train(models, 1)
-    with together():
-        if RANK == 0:
-            # No more than what there is: parameters and two moments.
-            assert size < 3.2 * sum(p.nbytes for p in model.parameters())
-            assert state.keys() == plain.module.state_dict().keys()
-            assert of_optimizer["state"].keys() == plain_optimizer.state_dict()["state"].keys()
-
-
-def test_sharded_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """torch.distributed.checkpoint: every rank writes a part, and plain DDP reads it."""
-    import torch.distributed.checkpoint as checkpoint
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    folder = gather(str(tmp_path_factory.mktemp("sharded")))[0]
-    models = pair(wide, "AdamW")
-    train(models, 2)
-    model, own = models[1]
-    state, of_optimizer = get_state_dict(model, own)
-    checkpoint.save({"model": state, "optimizer": of_optimizer}, checkpoint_id=folder)
-    torch.manual_seed(8)
-    again = pair(wide, "AdamW")
-    for other, optimizer in again:
-        state, of_optimizer = get_state_dict(other, optimizer)
-        loaded = {"model": state, "optimizer": of_optimizer}
-        checkpoint.load(loaded, checkpoint_id=folder)
-        set_state_dict(
-            other,
-            optimizer,
-            model_state_dict=loaded["model"],
-            optim_state_dict=loaded["optimizer"],
-        )
-    train([*models, *again], 2)
-    assert_same_parameters(again[0][0], models[0][0])
-    assert_same_parameters(again[1][0], models[0][0])
-
-
-@pytest.fixture(params=NODES.values(), ids=NODES.keys())
-def group(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[dist.ProcessGroup]:
-    """Return a group for whose modules the ranks are on these nodes."""
-    with group_on(request.param, monkeypatch) as made:
-        yield made
-
-
-def test_several_nodes(group: dist.ProcessGroup) -> None:
-    """Each node steps its copies; all have the same bits, and those of plain DDP."""
-    torch.manual_seed(4)
-    plain = DDP(wide(), process_group=group)
-    torch.manual_seed(4)
-    model = DDP(wide(), process_group=group, shared_parameters=True)
-    own = NodeOptimizer(model, torch.optim.AdamW, lr=0.01)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    train([(plain, optimizer), (model, own)], 4)
-    norm = own.gradient_norm()
-    assert_same_bits([("norm", norm)])
-    assert_same_bits(model.named_parameters())
-    assert_same_parameters(model, plain)
-
-
-@pytest.mark.parametrize("transport", ["mpi", "exchange"])
-def test_other_transports(transport: str) -> None:
-    """Messages bring all means to all ranks; parameters are shared all the same."""
-    torch.manual_seed(4)
-    plain = DDP(wide(), transport=transport)
-    torch.manual_seed(4)
-    model = DDP(wide(), transport=transport, shared_parameters=True)
-    own = NodeOptimizer(model, torch.optim.AdamW, lr=0.01)
-    train([(plain, torch.optim.AdamW(plain.parameters(), lr=0.01)), (model, own)], 3)
-    assert_same_parameters(model, plain)
-
-
-@pytest.mark.parametrize("hook", ["fp16", "powers"])
-def test_communication_hooks(hook: str) -> None:
-    """Registered after the optimizer was made: buckets are new, and whole on all ranks."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    models = pair(wide, "momentum")
-    for model, _ in models:
-        if hook == "fp16":
-            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        else:
-            state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
-            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    train(models, 4)
-    assert_same_parameters(models[1][0], models[0][0])
