@@ -174,7 +174,7 @@ class RollCall:
         answers[group.rank()] = own
         return in_words(group.world_ranks, answers, wanted, group.rank())
 
-    def explain_misfit(self, group: CountedGroup, number: int) -> str:
+    def explain_misfit(self, group: CountedGroup, number: int) -> tuple[str, bool]:
         """Return what the ranks have called as a collective whose messages do not fit together.
 
         Not collective. Takes up to some seconds. "" if they have called the same, as far as is
@@ -187,7 +187,9 @@ class RollCall:
         self._let_the_others_write(group)
         answers = self._ask(group, number=number) or {}
         answers[group.rank()] = Answer(number, "", call=_call_in_words(group, number)[0])
-        return sentence(differences(group.world_ranks, answers, number, group.rank(), sizes=True))
+        which = (group.world_ranks, answers, number, group.rank())
+        told = sentence(differences(*which, sizes=True))
+        return told, bool(told) and not differences(*which)
 
     def explain_bucket(self, group: CountedGroup, module: int, number: int) -> str:
         """Return which ranks keep a bucket of gradients waiting. Not collective.

@@ -184,6 +184,26 @@ class TestMissingRanks:
             assert "with TORCH_DISTRIBUTED_DEBUG=DETAIL the ranks compare" in str(caught.value)
         until_all_are_here()
 
+    def test_an_error_of_which_mpi_says_nothing(self) -> None:
+        """MPICH's are all of one class. Sizes that may differ need not be what is wrong."""
+        from mpi4py import MPI
+
+        from mpiddp.flight_recorder import ring
+
+        part: Any = dist.new_group([0, 1], timeout=timedelta(seconds=20))
+        if rank() < 2:
+            parts = [torch.ones(3), torch.ones(4)]
+            dist.all_gather([torch.zeros_like(each) for each in parts], parts[rank()], group=part)
+            # As if one had been called with another dtype.
+            ring.ended(part._enter("all_gather", [parts[0].double() if rank() else parts[0]]))
+        until_all_are_here()
+        if rank() == 0:
+            for number, words in ((1, "may not fit here"), (2, "does not fit here")):
+                error = part.misfit(MPI.Exception(MPI.ERR_OTHER), number)
+                assert words in str(error)
+            assert "does not fit here" in str(part.misfit(MPI.Exception(MPI.ERR_TRUNCATE), 1))
+        until_all_are_here()
+
     def test_sizes_that_may_differ(self) -> None:
         from mpiddp.process_group.roll_call_words import Answer, in_words
 
