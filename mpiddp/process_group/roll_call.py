@@ -360,7 +360,7 @@ class RollCall:
         # As in _ask: after one rank has ended, the others may still ask, and are watched.
         with contextlib.suppress(MPI.Exception):
             while self._answer_one():
-                self._asked = True
+                pass
         # Whoever asks has waited in vain: what this rank does now may tell why.
         if self._asked and files.dump_soon("another rank has waited in vain"):
             self._asked = False
@@ -375,6 +375,7 @@ class RollCall:
         received = self._receive(_QUESTION_TAG, time.monotonic() + _PATIENCE)
         if received is None:
             return False
+        self._asked = True
         rank, data = received
         question, digest, module, number = _QUESTION.unpack(data)
         if question == _WRITE:

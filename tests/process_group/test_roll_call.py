@@ -259,6 +259,33 @@ class TestMissingRanks:
                 time.sleep(0.1)
             until_all_are_here()
 
+    def test_what_is_asked_while_this_rank_asks(
+        self, part: "ProcessGroup", monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The wish for its file is kept."""
+        from mpi4py import MPI
+
+        from mpiddp.process_group import roll_call as module
+
+        monkeypatch.setattr(module, "_PATIENCE", 1.0)
+        wishes: list[threading.Thread] = []
+        monkeypatch.setattr(
+            module.files, "dump_soon", lambda reason: wishes.append(threading.current_thread())
+        )
+        roll_call = module.RollCall(MPI.COMM_WORLD, threaded=True)
+        roll_call.stop()
+        until_all_are_here()
+        if rank() == 1:
+            question = module._QUESTION.pack(module._WRITE, b"", 0, -1)
+            roll_call._send(question, 0, module._QUESTION_TAG)
+        elif rank() == 0:
+            roll_call._ask(part, answering=True)
+        until_all_are_here()
+        if rank() == 0:
+            roll_call._look()
+            assert threading.current_thread() in wishes
+        roll_call.free()
+
     def test_hanging_rank_is_silent(
         self, part: "ProcessGroup", monkeypatch: pytest.MonkeyPatch
     ) -> None:
