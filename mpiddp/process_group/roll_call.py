@@ -43,6 +43,7 @@ from mpiddp.process_group.roll_call_words import (
     where_it_is,
     who,
 )
+from mpiddp.system import running_time
 
 if TYPE_CHECKING:
     from mpiddp.process_group.interface import CountedGroup
@@ -178,7 +179,7 @@ class RollCall:
         """Return what the ranks have called as a collective whose messages do not fit together.
 
         Not collective. Takes up to some seconds. "" if they have called the same, as far as is
-        known.
+        known. And whether that may be right: sizes differ, where they may.
 
         Args:
             group: given to `add` before.
@@ -352,8 +353,18 @@ class RollCall:
     # Answering.
 
     def _answer_questions(self) -> None:
-        while not self._ending.wait(_PERIOD) and not MPI.Is_finalized():
+        while not self._rest() and not MPI.Is_finalized():
             self._look()
+
+    def _rest(self) -> bool:
+        """Return whether to end, after a while; see Note [Running time].
+
+        A stop is noticed here even if nobody waits. What a look takes is none: it may ask others.
+        """
+        clock = running_time.Clock()
+        ending = self._ending.wait(_PERIOD)
+        clock.now()
+        return ending
 
     def _look(self) -> None:
         """Answer and watch: twice a second, in the thread here or in one that waits."""
