@@ -9,7 +9,8 @@ questions twice a second and answers them, wherever the program itself is at tha
 loader, in another collective, or waiting in vain and asking as well. The asking rank waits a few
 seconds at most for answers. So ranks that have ended, hang without releasing the GIL or are cut off
 cost no more than that, and are named as silent; for those of its node it looks itself, see
-node_states.py. Where there is no such thread, those that wait look and answer while they wait.
+node_states.py. Where there is no such thread, those that wait look and answer while they wait, but
+not while they are inside of a call of MPI that blocks.
 """
 
 from __future__ import annotations
