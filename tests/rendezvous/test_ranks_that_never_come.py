@@ -125,6 +125,19 @@ def test_init_process_group(tmp_path: Path) -> None:
             id="channels",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            """
+            from mpiddp.rendezvous import world
+            wait = world.named_wait("a test of waits")
+            if dist.get_rank() != 2:
+                with world.recorded("a test of waits"):
+                    world.communicator().barrier()
+            """,
+            "rank 0: a test of waits",
+            "Rank 2 has not come (no collective of this group so far; now at ",
+            id="named",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_communicators(tmp_path: Path, source: str, what: str, why: str) -> None:
