@@ -178,7 +178,8 @@ PROGRESS_THREAD: Setting[bool | None] = Setting(
     "0 or 1",
     "a thread where messages need it or cores are left over",
     "Whether a thread makes progress while backward runs: 0 never starts it, and then "
-    "MPI_THREAD_SERIALIZED is enough, and time-outs do not name the missing ranks; 1 always does.",
+    "MPI_THREAD_SERIALIZED is enough, and ranks look and answer others only while they wait; 1 "
+    "always does.",
     True,
     _flag,
     None,

@@ -4,8 +4,10 @@ from typing import Any
 import torch
 
 from mpiddp.engine.memory import BucketMemory
+from mpiddp.system.running_time import Clock
 
 def look_while_waiting(function: Callable[[], None] | None) -> None: ...
+def look_at_others(clock: Clock) -> None: ...
 
 class Engine:
     def __init__(self, *, threaded: bool = True, cores: Set[int] = ...) -> None: ...

@@ -25,7 +25,7 @@ from mpiddp.system.posix cimport (
     pthread_join, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
     pthread_mutex_trylock, pthread_mutex_unlock, pthread_setaffinity_np, put, store,
 )
-from mpiddp.system.running_time cimport look, running_at
+from mpiddp.system.running_time cimport Clock, look, running_at
 from mpiddp.engine.forks import check as check_process
 from mpiddp.engine.memory import allocate_private
 from mpiddp.system import helpers
@@ -67,6 +67,15 @@ cdef int look_if_due(double *looked) except -1:
         looks = False
         last_look = looked[0] = now()
     return 0
+
+
+def look_at_others(Clock clock not None):
+    """Look at the clock of a loop in Python that waits, and do the same. Not collective.
+
+    Where it is not time, or where a thread looks, that takes some nanoseconds.
+    """
+    look(&clock.looked)
+    look_if_due(&clock.looked)
 
 
 cdef double limit_of(ChannelState *channel, double deadline, double patience) noexcept:

@@ -20,6 +20,7 @@ from collections import namedtuple
 from mpiddp.engine.interface cimport JobRecord
 from mpiddp.system.posix cimport put_id, put_time
 from mpiddp.flight_recorder.call_text import describe_dtype, describe_call
+from mpiddp.system import memory_files
 
 
 cdef extern from "Python.h":
@@ -107,10 +108,14 @@ def share():
     cdef unsigned char[::1] view
     if _memory is None:
         try:
-            _descriptor = os.memfd_create("mpiddp-last-done", os.MFD_CLOEXEC)
+            _descriptor = memory_files.create("mpiddp-last-done")
+        except OSError:
+            return -1
+        try:
             os.ftruncate(_descriptor, BYTES)
             _memory = mmap.mmap(_descriptor, BYTES)
         except OSError:
+            os.close(_descriptor)
             return -1
         retain(<PyObject *>_memory)  # the engine's thread may still write at the interpreter's end
         view = _memory
@@ -215,6 +220,8 @@ cdef int show_operation(
 cdef void show_end(long long id_, double time) noexcept:
     if page.operation.job.id == id_:
         put_time(&page.operation.job.ended, time)
+    elif page.bucket.job.id == id_:
+        put_time(&page.bucket.job.ended, time)
 
 
 cdef str _text(const char *place, size_t size):

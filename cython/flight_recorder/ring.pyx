@@ -286,6 +286,7 @@ def fail_source(int source):
         record = _find(id_)
         if record != NULL and record.source == source and peek_time(&record.job.ended) == 0:
             put_time(&record.job.ended, -1)
+            show_end(id_, -1)
 
 
 cdef void begin_bucket(

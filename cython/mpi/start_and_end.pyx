@@ -68,7 +68,7 @@ cdef enum:
 ctypedef struct Watch:
     double say          # seconds until it speaks, then twice as many
     double limit        # seconds until it ends the process
-    bint speaks
+    bint speaks         # before it ends
     bint finalizes
     int over            # set by the one who waited
     char[LONGEST] who   # "mpiddp: rank 1 ..."
@@ -82,7 +82,7 @@ cdef int _keyval = MPI_KEYVAL_INVALID
 
 @contextlib.contextmanager
 def watched_init(str who, str why, double say, double limit, bint speaks):
-    """Within, speak after a while of waiting, and end this process after a longer one.
+    """Within, speak after a while of waiting, and say so and end this process after a longer one.
 
     Not collective. For MPI_Init, around whatever calls it. The process ends by SIGTERM, because
     MPICH's mpiexec lets others go on waiting for one that ends in another way.
@@ -91,8 +91,8 @@ def watched_init(str who, str why, double say, double limit, bint speaks):
         who: of whom to speak, such as "mpiddp: rank 1 (process 7 on a)".
         why: what to say of the reason.
         say: after how many seconds, and then after twice as many; infinite for never.
-        limit: the seconds to wait; infinite for no limit.
-        speaks: whether this process says something at all, or just ends.
+        limit: the seconds to wait; infinite for no limit. It says so before it ends.
+        speaks: whether this process says something before.
     """
     cdef Watch *watch = _new_watch(who, why, say, limit, speaks)
     _start(watch)
@@ -165,8 +165,7 @@ cdef void *_wait(void *argument) noexcept nogil:
         if watch.over or finalized:
             break
         if waited >= watch.limit:
-            if watch.speaks:
-                _say(watch, waited, b", and its time limit is over. It ends")
+            _say(watch, waited, b", and its time limit is over. It ends")
             # Whoever handles it could not: Python does not run.
             set_handler(SIGTERM, SIG_DFL)
             kill(getpid(), SIGTERM)

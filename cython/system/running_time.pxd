@@ -6,4 +6,4 @@ cdef double running_at(double time) noexcept
 
 
 cdef class Clock:
-    cdef double looked
+    cdef public double looked

@@ -7,6 +7,9 @@ whoever waits looks at the clock every second or oftener. If much more has passe
 of one thread, the process did not run meanwhile, and the running time stands still for as long: for
 all threads, whichever of them looks first. A rank that alone is stopped is still noticed in time,
 since the clocks of the others go on.
+The last 4000 stops are remembered, as gang scheduling makes one a minute: a wait that began before
+has its limit from the moment at which it began. Of what is older the two oldest stops become one at
+the end of both, so that a moment between them is taken for a later one, and nobody gives up early.
 All of this needs the GIL, and no other lock.
 """
 
@@ -22,7 +25,7 @@ cdef struct Stop:
 
 
 cdef enum:
-    MOST_STOPS = 16
+    MOST_STOPS = 4000
 
 
 # Seconds between two looks of a thread that are longer than any nap between them, even where many
@@ -45,6 +48,8 @@ cdef double look(double *looked) noexcept:
         if time > began:
             if count == MOST_STOPS:
                 count -= 1
+                stops[1].began -= stops[0].ended - stops[0].began
+                stops[1].before = stops[0].before
                 memmove(&stops[0], &stops[1], count * sizeof(Stop))
             stops[count] = Stop(began, time, stopped)
             count += 1
@@ -54,17 +59,28 @@ cdef double look(double *looked) noexcept:
 
 
 cdef double running_at(double time) noexcept:
-    cdef int index
-    for index in range(count - 1, -1, -1):
-        if time >= stops[index].ended:
-            return time - stops[index].before - (stops[index].ended - stops[index].began)
-        if time > stops[index].began:
-            return stops[index].began - stops[index].before
-    return time - (stops[0].before if count else 0.0)
+    cdef int first = 0, end = count, middle
+    cdef Stop *last
+    while first < end:  # `first` becomes the number of stops that began before
+        middle = (first + end) // 2
+        if stops[middle].began < time:
+            first = middle + 1
+        else:
+            end = middle
+    if first == 0:
+        return time
+    last = &stops[first - 1]
+    if time < last.ended:
+        return last.began - last.before
+    return time - last.before - (last.ended - last.began)
 
 
 cdef class Clock:
-    """The looks of one thread, which waits. Not collective."""
+    """The looks of one thread, which waits. Not collective.
+
+    Attributes:
+        looked: when it has last looked, on the monotonic clock.
+    """
 
     def __cinit__(self):
         self.looked = monotonic()

@@ -42,13 +42,14 @@ rank puts them into the file (`keep_writes`) and all map the file again (`share_
 import os
 
 from cpython.buffer cimport PyBuffer_FillInfo
-from libc.errno cimport EINVAL, errno
+from libc.errno cimport errno
 from libc.string cimport memcmp, memcpy
 
 from mpiddp.mpi.errors cimport check_errno
 from mpiddp.system.posix cimport (
     pthread_atfork, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock,
 )
+from mpiddp.system import memory_files
 
 
 cdef extern from "<sys/mman.h>" nogil:
@@ -90,9 +91,6 @@ cdef extern from *:
 cdef enum:
     PAGE = 4096                     # or a multiple of it
     LARGE_PAGES_FROM = 1 << 21
-
-    # Of Linux 6.3 and newer; administrators may refuse files without it (vm.memfd_noexec).
-    MFD_NOEXEC_SEAL = 0x0008
 
 # All mappings of this process, and the lock of that list, which a fork holds too.
 cdef Segment *segments = NULL
@@ -336,7 +334,7 @@ def allocate_common(node, Py_ssize_t size, ranges):
     found = None
     if node.Get_rank() == 0:
         try:
-            descriptor = _create_file()
+            descriptor = memory_files.create("mpiddp")
             os.ftruncate(descriptor, size)
             found = f"/proc/{os.getpid()}/fd/{descriptor}", _identity(descriptor)
         except (AttributeError, OSError) as error:
@@ -390,7 +388,7 @@ def _raise_problems(node, problem):
 def _make(Py_ssize_t size):
     """Return the mapping of a new piece, with all its pages."""
     cdef Mapping own
-    descriptor = _create_file()
+    descriptor = memory_files.create("mpiddp")
     try:
         os.ftruncate(descriptor, size)
         own = Mapping(descriptor, size, own=True, populate=True)
@@ -399,16 +397,6 @@ def _make(Py_ssize_t size):
         raise
     os.posix_fallocate(descriptor, 0, size)
     return own
-
-
-def _create_file():
-    """Return the descriptor of a new anonymous file that nobody can execute."""
-    try:
-        return os.memfd_create("mpiddp", os.MFD_CLOEXEC | MFD_NOEXEC_SEAL)
-    except OSError as error:
-        if error.errno != EINVAL:
-            raise
-        return os.memfd_create("mpiddp", os.MFD_CLOEXEC)    # before Linux 6.3
 
 
 def _identity(descriptor):

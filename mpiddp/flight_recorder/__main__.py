@@ -74,12 +74,11 @@ def ask(pattern: str) -> int:
         else:
             asked += 1
             print(f"{who} writes {rank.path or 'where it says on stderr'}")
-    if not asked:
+    if not found:
         which = f" with {pattern!r} in its command line" if pattern else ""
         print(f"mpiddp.flight_recorder: no rank of mpiddp{which} runs here as this user",
               file=sys.stderr)  # fmt: skip
-        return 1
-    return 0
+    return 0 if asked else 1
 
 
 if __name__ == "__main__":

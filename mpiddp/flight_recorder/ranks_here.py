@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mpiddp.system import memory_files
+
 __all__ = ["Rank", "ask", "find", "put_up_sign", "rank_of", "take_down_sign"]
 
 _NAME = "mpiddp-rank"
 _TARGET = f"/memfd:{_NAME} (deleted)"
 _MOST_BYTES = 1 << 13
-# Linux 6.3 or newer may insist on it.
-_MFD_NOEXEC_SEAL = 0x8
 _PROC = Path("/proc")
 
 
@@ -57,12 +57,16 @@ def put_up_sign(number: int, rank: int, path: str) -> int:
         path: of its file.
     """
     told = {"process": os.getpid(), "signal": number, "rank": rank, "path": path}
-    for flags in (os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL, os.MFD_CLOEXEC):
-        with contextlib.suppress(OSError):
-            descriptor = os.memfd_create(_NAME, flags)
-            os.write(descriptor, json.dumps(told).encode())
-            return descriptor
-    return -1
+    try:
+        descriptor = memory_files.create(_NAME)
+    except OSError:
+        return -1
+    try:
+        os.write(descriptor, json.dumps(told).encode())
+    except OSError:
+        os.close(descriptor)
+        return -1
+    return descriptor
 
 
 def take_down_sign(descriptor: int) -> None:
@@ -132,7 +136,9 @@ def _sign_of(process_id: int) -> dict[str, Any]:
 
 
 def _status(process_id: int) -> Iterator[tuple[str, str]]:
-    for line in (_PROC / str(process_id) / "status").read_text().splitlines():
+    # The name of a process, of 15 bytes, may end within a character.
+    text = (_PROC / str(process_id) / "status").read_text(errors="replace")
+    for line in text.splitlines():
         name, _, value = line.partition(":")
         yield name, value.strip()
 
@@ -145,6 +151,8 @@ def _own_number(process_id: int) -> int:
 
 def _listens(process_id: int, sign: dict[str, Any]) -> bool:
     """Return whether a process catches the signal of its sign: others may end by it."""
-    caught = int(dict(_status(process_id))["SigCgt"], 16)
     number = sign.get("signal", 0)
-    return number > 0 and bool(caught >> (number - 1) & 1)
+    if number <= 0:
+        return False
+    caught = int(dict(_status(process_id))["SigCgt"], 16)
+    return bool(caught >> (number - 1) & 1)

@@ -8,7 +8,7 @@
             preemption.requeue()
             break
 
-May import: the leaves, mpi, flight_recorder, process_group and rendezvous. Must never cost a
+May import: the leaves, system, mpi, engine, process_group and rendezvous. Must never cost a
 message in a step in which nothing happened.
 """
 

@@ -14,10 +14,11 @@ another one has gone on: its gradients would be waited for. So
 Messages are looked for by the thread that also answers the roll call, wherever the program is,
 and by a check that waits. A rank that leaves says so, and is asked no more; if the leader leaves,
 all go on without end. The leader tells all others that a rank has left: nobody waits for it when
-the communicator is freed.
+the communicator is freed, and who gives up waiting leaves as well, since others may still hold.
 
 The two waits, for the decision and for all to free the communicator, are records of the flight
-recorder: the watchdog says who is missing, and ends the job after the world's time limit.
+recorder: the watchdog says who is missing, and ends the job after the world's time limit. A rank
+has come to the first when it holds, not only when its next check waits: its thread has answered.
 """
 
 from __future__ import annotations
@@ -26,11 +27,16 @@ import contextlib
 import struct
 import threading
 import time
+from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
+from mpiddp.engine.engine import look_at_others
 from mpiddp.mpi import losses
-from mpiddp.preemption.waits import FREED, HELD, Waits
+from mpiddp.system import running_time
+
+if TYPE_CHECKING:
+    from mpiddp.process_group.forming_group import NamedWait
 
 __all__ = ["Agreement"]
 
@@ -49,11 +55,12 @@ class Agreement:
 
     Args:
         communicator: of all ranks; it is duplicated.
-        waits: what the watchdog knows of its waits.
+        held: the wait for the decision.
+        freed: the wait for all to free it.
     """
 
-    def __init__(self, communicator: MPI.Intracomm, waits: Waits) -> None:
-        self._waits = waits
+    def __init__(self, communicator: MPI.Intracomm, held: NamedWait, freed: NamedWait) -> None:
+        self._held, self._freed = held, freed
         self._communicator = communicator.Dup()
         self._communicator.Set_name("mpiddp preemption")
         self._communicator.Set_errhandler(MPI.ERRORS_RETURN)
@@ -84,7 +91,7 @@ class Agreement:
             self._checks += 1
             holding = self._holding
         if holding and self._decided == _NEVER:
-            with self._waits.recorded(HELD):
+            with self._held.recorded():
                 while self._holding and self._decided == _NEVER:
                     self.look(waiting=True)
                     time.sleep(_NAP)
@@ -108,7 +115,7 @@ class Agreement:
             self._leaving = [sent for sent in self._leaving if not sent[0].Test()]
 
     def leave(self) -> None:
-        """Answer no more, since this process ends. Not collective."""
+        """Answer no more: this process ends, or waits for nobody. Not collective."""
         with self._lock, contextlib.suppress(MPI.Exception):
             if self._rank == 0:
                 self._decide(_NEVER)
@@ -122,13 +129,18 @@ class Agreement:
         If a rank has ended without it, the communicator keeps its number.
         """
         everyone_is_here = self._communicator.Ibarrier()
-        with self._waits.recorded(FREED):
+        self._freed.enter()
+        clock = running_time.Clock()
+        with self._freed.recorded():
             while not everyone_is_here.Test():
                 self.look()
                 if self._left:
-                    self._ending = True
+                    with self._lock:
+                        self.leave()
+                        self._ending = True
                     self._unfinished = everyone_is_here
                     return
+                look_at_others(clock)
                 time.sleep(_NAP)
         with self._lock:
             self._ending = True
@@ -182,7 +194,7 @@ class Agreement:
 
     def _hold(self) -> None:
         self._holding = True
-        self._waits.came_to(HELD)
+        self._held.enter()
 
     def _tell_that_one_left(self) -> None:
         if not self._left_is_told:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from array import array
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any
@@ -19,13 +20,14 @@ class _Notice:
 
     def __init__(self, signals: Iterable[int]) -> None:
         from mpiddp.preemption.agreement import Agreement  # which initialises MPI
-        from mpiddp.preemption.waits import Waits
 
         self._communicator = world.communicator()
-        ranks = range(self._communicator.Get_size())
-        self._waits = Waits(ranks, self._communicator.Get_rank(), world.timeout())
-        world.answer_for(self._waits)
-        self._agreement = Agreement(self._communicator, self._waits)
+        # Now: others may wait before this rank comes, and at their end there is no world any more.
+        held = world.named_wait("preemption.requested() after a signal")
+        freed = world.named_wait("preemption.uninstall()")
+        self._asked = world.named_wait("preemption.requested()")
+        with world.recorded("preemption.install()"):
+            self._agreement = Agreement(self._communicator, held, freed)
         self._threaded = settings.PROGRESS_THREAD.read() is not False
         self._wanted = False
         world.add_companion(self)
@@ -39,8 +41,7 @@ class _Notice:
     def requested(self) -> bool:
         if self._threaded:
             return self._agreement.check()
-        self._wanted = any(self._communicator.allgather(self._wanted))
-        return self._wanted
+        return self._ask_all()
 
     def look(self) -> None:
         self._agreement.look()
@@ -52,6 +53,21 @@ class _Notice:
     def leave(self) -> None:
         self._forget()
         self._agreement.leave()
+
+    def _ask_all(self) -> bool:
+        """Return whether any rank wants to stop. Collective."""
+        from mpi4py import MPI
+
+        own, any_wants = array("i", [self._wanted]), array("i", [0])
+        buffers = [own, MPI.INT], [any_wants, MPI.INT]
+        self._asked.enter()
+        with self._asked.recorded():
+            request = self._communicator.Iallreduce(*buffers, MPI.MAX)
+            world.wait_for(request, "MPI_Iallreduce", buffers)
+        agreed = bool(any_wants[0])
+        if agreed:  # else a signal may have come meanwhile, for the next time
+            self._wanted = True
+        return agreed
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._wanted = True

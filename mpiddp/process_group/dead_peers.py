@@ -126,7 +126,8 @@ def waits_for(ranks: Sequence[int], at_least: float = 0.0) -> str:
         if running_time.now() - running_time.at(record[6]) < at_least:
             continue
         if any(rank in source.ranks for rank in ranks):
-            return f"{words_of(record, source)} of group {source.name!r}"
+            words = words_of(record, source)
+            return words if words == source.name else f"{words} of group {source.name!r}"
     return ""
 
 

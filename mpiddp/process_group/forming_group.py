@@ -58,17 +58,18 @@ class FormingGroup:
 class NamedWait(FormingGroup):
     """What all ranks of the world wait for, maybe many times. Not collective.
 
+    Made before a rank can come, so that one that has not come says that it knows the wait.
+
     Args:
         name: of what is waited for, the same on all ranks.
         size: how many ranks the world has; the others as for `FormingGroup`.
     """
 
     def __init__(self, name: str, size: int, rank: int, timeout: timedelta) -> None:
-        super().__init__("world", range(size), rank, timeout)
-        self.group_name = self.source.name = name
+        super().__init__(name, range(size), rank, timeout)
+        sources.rename(self.source, name)
         self.last = call_of(name, None, ())
 
-    def recorded(self) -> AbstractContextManager[None]:
-        """Record what runs within, and count it. After the time limit the job ends. Collective."""
+    def enter(self) -> None:
+        """Count that this rank has come; `recorded` is for one that then waits. Not collective."""
         self.entered += 1
-        return super().recorded()

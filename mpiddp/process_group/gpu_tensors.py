@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpiddp.collectives import movement, point_to_point, reductions
+from mpiddp.engine.engine import look_at_others
 from mpiddp.gpu.runtime import Event
 from mpiddp.process_group.gpu_copies import copier_of
 from mpiddp.process_group.work import NOT_GIVEN, OperationFuture, Work
@@ -340,6 +341,7 @@ def _wait(group: RunningGroup, name: str, device: torch.device, event: Event) ->
             )
         # Other ranks may wait for a bucket of this one meanwhile.
         group.engine.progress()
+        look_at_others(clock)
         if waited > _SPIN:
             time.sleep(min(max(waited / 16, _SHORTEST_NAP), _LONGEST_NAP))
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from mpiddp.collectives.point_to_point import BARRIER, own_tag
+from mpiddp.engine.engine import look_at_others
 from mpiddp.system import running_time
 
 if TYPE_CHECKING:
@@ -125,4 +126,5 @@ class MonitoredBarrier:
                 return None
             # Other ranks may wait for a bucket of this one before they come here.
             self._group.engine.progress()
+            look_at_others(clock)
             time.sleep(min(max((now - began) / 16, _SHORTEST_NAP), _LONGEST_NAP))

@@ -90,7 +90,7 @@ def _describe(rank: int) -> str:
         if without_thread:
             words += (
                 f"; with {settings.PROGRESS_THREAD.name}=0 ranks answer only while they wait for "
-                f"others"
+                f"others, and not inside of MPI"
             )
         return words
     state, began = _stat(process.number)
@@ -105,8 +105,8 @@ def _describe(rank: int) -> str:
         words = "has left: its program has ended, or called destroy_process_group"
     elif without_thread and state in "RS":
         words = (
-            f"waits for no other rank: with {settings.PROGRESS_THREAD.name}=0 ranks answer only "
-            f"while they do"
+            f"waits for no other rank, or waits inside of MPI: with "
+            f"{settings.PROGRESS_THREAD.name}=0 ranks answer only while they wait elsewhere"
         )
     else:
         words = f"{_STATES.get(state, 'is alive')}: state {state} in /proc/{process.number}/stat"
@@ -120,12 +120,16 @@ def _last(memory: bytes) -> str:
     parts = []
     if operation is not None:
         words = operation.words
-        if operation.source:  # else it was a message
+        # "" for a message, and where the page has names of so many later groups.
+        if operation.source == words:
+            words += f", #{operation.number}"
+        elif operation.source:
             words += f", #{operation.number} of group {operation.source!r}"
         parts.append(f"{words} ({_how(operation.began, operation.ended)})")
     if bucket is not None:
         backward, index = divmod(bucket.number, BUCKETS)
-        words = f"bucket {index} of backward pass {backward + 1} of {bucket.source}"
+        module = bucket.source or "a module"
+        words = f"bucket {index} of backward pass {backward + 1} of {module}"
         parts.append(f"{words} ({_how(bucket.began, bucket.ended)})")
     if operation is not None and bucket is not None and bucket.began > operation.began:
         parts.reverse()

@@ -229,12 +229,16 @@ class OperationRunner(dist.ProcessGroup):
         kind = error_class(error) if number else MPI.SUCCESS
         if kind not in (MPI.ERR_TRUNCATE, MPI.ERR_OTHER):
             return None
-        told = "" if self.roll_call is None else self.roll_call.explain_misfit(self, number)
+        told, may_be_right = "", False
+        if self.roll_call is not None:
+            told, may_be_right = self.roll_call.explain_misfit(self, number)
         if kind == MPI.ERR_OTHER and not told:
             return None
+        # Sizes of an all_gather that differ need not be what failed, where MPI does not say.
+        fits = "may not" if kind == MPI.ERR_OTHER and may_be_right else "does not"
         words = (
             f"rank {self.rank()} of {self.size()}: what other ranks have sent for collective "
-            f"{number} of process group {self.group_name or 'world'!r} does not fit here. "
+            f"{number} of process group {self.group_name or 'world'!r} {fits} fit here. "
             f"{told or 'The ranks have called different collectives, or with different tensors'}. "
         )
         if not self._checked:

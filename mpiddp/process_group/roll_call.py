@@ -9,7 +9,8 @@ questions twice a second and answers them, wherever the program itself is at tha
 loader, in another collective, or waiting in vain and asking as well. The asking rank waits a few
 seconds at most for answers. So ranks that have ended, hang without releasing the GIL or are cut off
 cost no more than that, and are named as silent; for those of its node it looks itself, see
-node_states.py. Where there is no such thread, those that wait look and answer while they wait.
+node_states.py. Where there is no such thread, those that wait look and answer while they wait, but
+not while they are inside of a call of MPI that blocks.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from mpiddp.process_group.roll_call_words import (
     where_it_is,
     who,
 )
+from mpiddp.system import running_time
 
 if TYPE_CHECKING:
     from mpiddp.process_group.interface import CountedGroup
@@ -174,11 +176,11 @@ class RollCall:
         answers[group.rank()] = own
         return in_words(group.world_ranks, answers, wanted, group.rank())
 
-    def explain_misfit(self, group: CountedGroup, number: int) -> str:
+    def explain_misfit(self, group: CountedGroup, number: int) -> tuple[str, bool]:
         """Return what the ranks have called as a collective whose messages do not fit together.
 
         Not collective. Takes up to some seconds. "" if they have called the same, as far as is
-        known.
+        known. And whether that may be right: sizes differ, where they may.
 
         Args:
             group: given to `add` before.
@@ -187,7 +189,9 @@ class RollCall:
         self._let_the_others_write(group)
         answers = self._ask(group, number=number) or {}
         answers[group.rank()] = Answer(number, "", call=_call_in_words(group, number)[0])
-        return sentence(differences(group.world_ranks, answers, number, group.rank(), sizes=True))
+        which = (group.world_ranks, answers, number, group.rank())
+        told = sentence(differences(*which, sizes=True))
+        return told, bool(told) and not differences(*which)
 
     def explain_bucket(self, group: CountedGroup, module: int, number: int) -> str:
         """Return which ranks keep a bucket of gradients waiting. Not collective.
@@ -350,15 +354,25 @@ class RollCall:
     # Answering.
 
     def _answer_questions(self) -> None:
-        while not self._ending.wait(_PERIOD) and not MPI.Is_finalized():
+        while not self._rest() and not MPI.Is_finalized():
             self._look()
+
+    def _rest(self) -> bool:
+        """Return whether to end, after a while; see Note [Running time].
+
+        A stop is noticed here even if nobody waits. What a look takes is none: it may ask others.
+        """
+        clock = running_time.Clock()
+        ending = self._ending.wait(_PERIOD)
+        clock.now()
+        return ending
 
     def _look(self) -> None:
         """Answer and watch: twice a second, in the thread here or in one that waits."""
         # As in _ask: after one rank has ended, the others may still ask, and are watched.
         with contextlib.suppress(MPI.Exception):
             while self._answer_one():
-                self._asked = True
+                pass
         # Whoever asks has waited in vain: what this rank does now may tell why.
         if self._asked and files.dump_soon("another rank has waited in vain"):
             self._asked = False
@@ -373,6 +387,7 @@ class RollCall:
         received = self._receive(_QUESTION_TAG, time.monotonic() + _PATIENCE)
         if received is None:
             return False
+        self._asked = True
         rank, data = received
         question, digest, module, number = _QUESTION.unpack(data)
         if question == _WRITE:

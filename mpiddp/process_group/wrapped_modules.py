@@ -56,5 +56,6 @@ class WrappedModules:
         return self._by_number.get(number)
 
     def all(self) -> list[WrappedModule]:
-        """Return those that still exist."""
-        return list(self._by_number.values())
+        """Return those that still exist. In any thread: it runs no Python while it copies."""
+        references = self._by_number.valuerefs()
+        return [module for each in references if (module := each()) is not None]

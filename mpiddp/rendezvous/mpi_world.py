@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 _LAUNCHER_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
 # How many of the first ranks say that they wait: one of them may be the one that is missing.
 _SPEAKERS = 2
+# Seconds by which each further rank ends later, so that one speaks before the launcher ends them
+# all; longer than its thread naps. The first ranks may be the ones that never come.
+_STAGGER = 0.3
+_MOST_STAGGERED = 20
 # What launchers tell a process about the number of ranks they started.
 _LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 # SLURM says this to every process of an allocation, whoever started it.
@@ -92,13 +96,14 @@ def _watched_init() -> AbstractContextManager[None]:
     """Within, this process speaks and ends if MPI_Init takes too long. Not collective."""
     named = next((name for name in _LAUNCHER_RANKS if name in os.environ), "")
     rank = os.environ.get(named, "?")
+    later = _STAGGER * min(int(rank), _MOST_STAGGERED) if rank.isdecimal() else 0.0
     return start_and_end.watched_init(
         f"mpiddp: rank {rank} ({_process()}) has waited in MPI_Init for",
         f"It returns when all processes of the job are in it: one of them has ended before, or is "
         f"not there yet ({settings.START_SECONDS.name} is the time limit, "
         f"{settings.STALL_SECONDS.name}=none: say nothing)",
         settings.STALL_SECONDS.read_before_init(),
-        settings.START_SECONDS.read_before_init(),
+        settings.START_SECONDS.read_before_init() + later,
         rank in map(str, range(_SPEAKERS)),
     )
 

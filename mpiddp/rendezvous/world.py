@@ -24,6 +24,7 @@ from mpiddp.flight_recorder import files, page
 from mpiddp.flight_recorder.trigger import Trigger
 from mpiddp.mpi import communicators, losses, uncaught
 from mpiddp.mpi.nodes import Topology, find_topology
+from mpiddp.process_group.forming_group import FormingGroup, NamedWait
 from mpiddp.process_group.futures import FutureCompleter
 from mpiddp.rendezvous import joining, launch_checks
 from mpiddp.rendezvous.failing import end_unless_all_fail
@@ -40,10 +41,8 @@ if TYPE_CHECKING:
 
     from mpiddp.engine.requests import Requests
     from mpiddp.process_group.dead_peers import DeadPeers
-    from mpiddp.process_group.forming_group import NamedWait
     from mpiddp.process_group.group import ProcessGroup
     from mpiddp.process_group.heartbeat import Heartbeat
-    from mpiddp.process_group.interface import CountedGroup
     from mpiddp.process_group.roll_call import RollCall
 
 BACKEND = "mpiddp"
@@ -293,17 +292,6 @@ def remove_companion(companion: Companion) -> None:
         _world.roll_call.watches.remove(companion.look)
 
 
-def answer_for(group: CountedGroup) -> None:
-    """Let the roll call answer for what waits as a process group does. Not collective."""
-    if _world is not None:
-        _world.roll_call.add(group)
-
-
-def timeout() -> timedelta:
-    """Return the world's time limit. Not collective."""
-    return DEFAULT_TIMEOUT if _world is None else _world.timeout
-
-
 def is_to_end() -> bool:
     """Return whether the job's end was announced: the same on all ranks. Collective."""
     return _world is not None and any(each.requested() for each in _world.companions)
@@ -320,25 +308,45 @@ def communicator() -> MPI.Intracomm:
     return _world.communicator
 
 
-def recorded(name: str) -> AbstractContextManager[None]:
-    """Let the watchdog see what runs within, as one wait of all ranks for each other. Collective.
+def named_wait(name: str) -> NamedWait:
+    """Return a wait of all ranks for each other, which roll call and watchdog know from now on.
 
-    For what is no operation of a process group. After the world's time limit the job ends.
+    Not collective. For what is no operation of a process group.
 
     Args:
         name: what it is, in words; the same on all ranks, and one of few.
-    """
-    from mpiddp.process_group.forming_group import NamedWait
 
+    Raises:
+        RuntimeError: init_process_group has not been called.
+    """
+    ranks = communicator()
+    assert _world is not None
+    if name not in _world.waits:
+        wait = NamedWait(name, ranks.Get_size(), ranks.Get_rank(), _world.timeout)
+        _world.waits[name] = wait
+        _world.roll_call.add(wait)
+    return _world.waits[name]
+
+
+def recorded(name: str) -> AbstractContextManager[None]:
+    """Let the watchdog see what runs within as one wait of that name, see `named_wait`. Collective.
+
+    After the world's time limit the job ends; without the progress thread only if it is waited for
+    in a way that looks, as `Pending.wait` does: no call of MPI that blocks.
+    """
     if _world is None:
         return nullcontext()
-    wait = _world.waits.get(name)
-    if wait is None:
-        timeout = getattr(dist.group.WORLD, "timeout", DEFAULT_TIMEOUT)
-        world = _world.communicator
-        wait = _world.waits[name] = NamedWait(name, world.Get_size(), world.Get_rank(), timeout)
-        _world.roll_call.add(wait)
+    wait = named_wait(name)
+    wait.enter()
     return wait.recorded()
+
+
+def wait_for(request: MPI.Request, call: str, *memory: object) -> None:
+    """Wait for what `call` of MPI has begun in the world, in a way that looks. Not collective."""
+    from mpiddp.engine.requests import Pending
+
+    assert _world is not None
+    Pending(_world.requests, request, _world.communicator, call, memory).wait(float("inf"))
 
 
 def create_process_group(options: Any, backend_options: Any = None) -> ProcessGroup:
@@ -346,7 +354,6 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
 
     Collective over the ranks of the new group.
     """
-    from mpiddp.process_group.forming_group import FormingGroup
     from mpiddp.process_group.group import ProcessGroup
 
     forks.check("new_group")

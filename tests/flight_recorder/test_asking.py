@@ -1,11 +1,17 @@
 """python -m mpiddp.flight_recorder --ask: the ranks write their files, and nothing else ends."""
 
+import errno
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import mpirun
 import pytest
 
+from mpiddp.flight_recorder import ranks_here
 from mpiddp.flight_recorder.__main__ import main
 
 SCRIPT = """\
@@ -87,3 +93,63 @@ def test_nobody_to_ask(
         with pytest.raises(SystemExit, match=str(status)):  # as argparse ends
             main(options)
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.once
+def test_ranks_that_cannot_be_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank = ranks_here.Rank(os.getpid(), 3, signal.SIGUSR1, "", "train.py")
+    monkeypatch.setattr(ranks_here, "find", lambda pattern: [rank])
+    assert main(["--ask"]) == 1
+    told = capsys.readouterr().err
+    assert "rank 3 (process " in told
+    assert "cannot be asked: it has ended, or takes no signal any more" in told
+    assert "no rank of mpiddp" not in told
+
+
+# A process whose name, of 15 bytes, ends within a character; a rank or somebody else's.
+NAMED = """\
+import signal, sys, time
+with open("/proc/self/comm", "wb") as file:
+    file.write(b"a" * 14 + "\u00e9".encode())
+if sys.argv[1] == "rank":
+    from mpiddp.flight_recorder import ranks_here
+    signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    ranks_here.put_up_sign(signal.SIGUSR1, 5, "")
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.once
+def test_names_that_are_no_text() -> None:
+    word = f"named-{time.monotonic_ns()}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", NAMED, what, word], stdout=subprocess.PIPE, text=True
+        )
+        for what in ("rank", "other")
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        found = ranks_here.find(word)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert [(each.process_id, each.rank) for each in found] == [(processes[0].pid, 5)]
+
+
+@pytest.mark.once
+def test_a_sign_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "no memory")
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(os, "write", full)
+    assert ranks_here.put_up_sign(signal.SIGUSR1, 0, "") == -1
+    monkeypatch.undo()
+    assert os.listdir("/proc/self/fd") == before

@@ -20,6 +20,7 @@ from collective_calls import Tensors, calls, on_host
 from group_data import EVERY, assert_same_bits, group, make, name_of, rank, size
 from simulated_gpu import SimulatedRuntime, on_cpu_tensors
 
+from mpiddp.engine.engine import look_while_waiting
 from mpiddp.gpu.runtime import GpuError, Stream
 from mpiddp.process_group import gpu_tensors
 from mpiddp.process_group.gpu_copies import copier_of
@@ -338,13 +339,20 @@ class TestErrors:
             assert tensor.tolist() == [size()] * 3
 
     def test_stream_that_does_not_come_to_it(self) -> None:
+        """Meanwhile it looks at others, where no thread does."""
         part = dist.new_group(timeout=timedelta(seconds=0.1))
+        looks: list[bool] = []
         with on_gpu() as simulated, current_stream(simulated) as stream:
             simulated.sleep(stream.address, 0.8)
-            with pytest.raises(
-                RuntimeError, match=r"all_reduce .* has waited 0\.1 s for what the current stream"
-            ):
-                all_reduce(torch.ones(3), part)
+            look_while_waiting(lambda: looks.append(True))
+            try:
+                with pytest.raises(
+                    RuntimeError, match=r"all_reduce .* has waited 0\.1 s for what the current str"
+                ):
+                    all_reduce(torch.ones(3), part)
+            finally:
+                look_while_waiting(None)
+        assert looks
         dist.barrier()
         dist.destroy_process_group(part)
 

@@ -184,6 +184,26 @@ class TestMissingRanks:
             assert "with TORCH_DISTRIBUTED_DEBUG=DETAIL the ranks compare" in str(caught.value)
         until_all_are_here()
 
+    def test_an_error_of_which_mpi_says_nothing(self) -> None:
+        """MPICH's are all of one class. Sizes that may differ need not be what is wrong."""
+        from mpi4py import MPI
+
+        from mpiddp.flight_recorder import ring
+
+        part: Any = dist.new_group([0, 1], timeout=timedelta(seconds=20))
+        if rank() < 2:
+            parts = [torch.ones(3), torch.ones(4)]
+            dist.all_gather([torch.zeros_like(each) for each in parts], parts[rank()], group=part)
+            # As if one had been called with another dtype.
+            ring.ended(part._enter("all_gather", [parts[0].double() if rank() else parts[0]]))
+        until_all_are_here()
+        if rank() == 0:
+            for number, words in ((1, "may not fit here"), (2, "does not fit here")):
+                error = part.misfit(MPI.Exception(MPI.ERR_OTHER), number)
+                assert words in str(error)
+            assert "does not fit here" in str(part.misfit(MPI.Exception(MPI.ERR_TRUNCATE), 1))
+        until_all_are_here()
+
     def test_sizes_that_may_differ(self) -> None:
         from mpiddp.process_group.roll_call_words import Answer, in_words
 
@@ -238,6 +258,33 @@ class TestMissingRanks:
                     assert "not answer" not in roll_call.explain(part)
                 time.sleep(0.1)
             until_all_are_here()
+
+    def test_what_is_asked_while_this_rank_asks(
+        self, part: "ProcessGroup", monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The wish for its file is kept."""
+        from mpi4py import MPI
+
+        from mpiddp.process_group import roll_call as module
+
+        monkeypatch.setattr(module, "_PATIENCE", 1.0)
+        wishes: list[threading.Thread] = []
+        monkeypatch.setattr(
+            module.files, "dump_soon", lambda reason: wishes.append(threading.current_thread())
+        )
+        roll_call = module.RollCall(MPI.COMM_WORLD, threaded=True)
+        roll_call.stop()
+        until_all_are_here()
+        if rank() == 1:
+            question = module._QUESTION.pack(module._WRITE, b"", 0, -1)
+            roll_call._send(question, 0, module._QUESTION_TAG)
+        elif rank() == 0:
+            roll_call._ask(part, answering=True)
+        until_all_are_here()
+        if rank() == 0:
+            roll_call._look()
+            assert threading.current_thread() in wishes
+        roll_call.free()
 
     def test_hanging_rank_is_silent(
         self, part: "ProcessGroup", monkeypatch: pytest.MonkeyPatch
@@ -355,4 +402,4 @@ else:
 """
     text = run(tmp_path, source, 2, MPIDDP_PROGRESS_THREAD="0")
     assert "Rank 1 does not answer (process " in text
-    assert "waits for no other rank: with MPIDDP_PROGRESS_THREAD=0" in text
+    assert "waits for no other rank, or waits inside of MPI: with MPIDDP_PROGRESS_THREAD=0" in text

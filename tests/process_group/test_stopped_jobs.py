@@ -5,7 +5,6 @@ SIGSTOP is what `scontrol suspend` sends.
 
 import os
 import signal
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -89,6 +88,38 @@ def stop_and_continue(folder: Path) -> None:
     (folder / "go").touch()
 
 
+# An operation for which nobody waits; later ones of its group look whether its time is over.
+UNWATCHED = """\
+import os, sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+import mpiddp
+
+folder = sys.argv[1]
+mpiddp.init_process_group(timeout=timedelta(seconds=60))
+rank = dist.get_rank()
+part = dist.new_group(timeout=timedelta(seconds=LIMIT))
+begin = lambda: dist.all_reduce(torch.ones(4), group=part, async_op=True)
+dist.barrier()
+works = [begin()] if rank == 0 else []
+open(f"{folder}/pid-{os.getpid()}", "w").close()
+while not os.path.exists(f"{folder}/go"):
+    time.sleep(0.05)
+if rank == 0:
+    time.sleep(1)
+    works += [begin() for _ in range(20)]
+    open(f"{folder}/begun", "w").close()
+while not os.path.exists(f"{folder}/begun"):
+    time.sleep(0.05)
+if rank == 1:
+    works = [begin() for _ in range(21)]
+for work in works:
+    work.wait()
+print("all well")
+"""
+
+
 @pytest.mark.parametrize(
     ("thread", "kinds"),
     [
@@ -98,9 +129,18 @@ def stop_and_continue(folder: Path) -> None:
     ids=["", "without a thread"],
 )
 def test_all_ranks_go_on(tmp_path: Path, thread: str | None, kinds: str) -> None:
+    run(tmp_path, SOURCE.replace("KINDS", f"[{kinds}]"), thread)
+
+
+@pytest.mark.thorough
+def test_an_operation_that_nobody_waits_for(tmp_path: Path) -> None:
+    run(tmp_path, UNWATCHED)
+
+
+def run(tmp_path: Path, source: str, thread: str | None = None) -> None:
+    """Run a script on ranks that are stopped and go on; they say that all is well."""
     script = tmp_path / "script.py"
-    source = textwrap.dedent(SOURCE).replace("LIMIT", str(LIMIT)).replace("KINDS", f"[{kinds}]")
-    script.write_text(source)
+    script.write_text(source.replace("LIMIT", str(LIMIT)))
     stopping = threading.Thread(target=stop_and_continue, args=[tmp_path])
     stopping.start()
     done = mpirun.run(2, [script, tmp_path], timeout=80, env={"MPIDDP_PROGRESS_THREAD": thread})

@@ -106,6 +106,20 @@ def test_without_a_flight_recorder(tmp_path: Path) -> None:
     assert pickle.loads(Path(f"{dumped}0").read_bytes())["entries"] == []
 
 
+@pytest.mark.thorough
+def test_a_monitored_barrier_without_a_thread(tmp_path: Path) -> None:
+    """It waits in a loop of its own, which has to look."""
+    source = """
+    if rank == 0:
+        prepare()
+    dist.monitored_barrier()
+    print("all well")
+    """
+    said = run(tmp_path, source, 1, ranks=2, sleep=6.0, MPIDDP_PROGRESS_THREAD="0")
+    assert said
+    assert "rank 1: monitored_barrier on process group '0' has waited" in said[0]
+
+
 @pytest.mark.slow  # its siblings stay
 def test_waits_that_end_are_not_spoken_of(tmp_path: Path) -> None:
     """Short ones; and an operation that nobody waits for, once its messages have come."""

@@ -1,5 +1,7 @@
 """A bucket of gradients that some ranks never fill: the error names them and what they do."""
 
+import contextlib
+import os
 import re
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,7 +16,8 @@ from models import loss_of, mlp
 from replicas import RANK, SIZE, together
 
 from mpiddp import DistributedDataParallel as DDP
-from mpiddp.flight_recorder import ring
+from mpiddp.flight_recorder import page, ring
+from mpiddp.process_group import node_states
 
 marked = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(100)]
 
@@ -45,6 +48,15 @@ def message_of(call: Callable[[], object]) -> str:
     with pytest.raises(RuntimeError, match="has waited 2 s") as caught:
         call()
     return str(caught.value)
+
+
+def own_page() -> bytes:
+    """Return what the other ranks of the node see of this one."""
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if os.readlink(each).startswith("/memfd:mpiddp-last-done"):
+                return each.read_bytes()
+    raise AssertionError
 
 
 def until_all_are_here() -> None:
@@ -78,6 +90,11 @@ class TestMissingRanks:
                 records = [each for each in ring.snapshot() if each[1] == source]
                 assert records
                 assert all(each[8] for each in records)
+                bucket = page.read(own_page())[1]
+                assert bucket is not None
+                assert bucket.ended == -1
+                page.name(source + 48, "another module, at the place of this one")
+                assert "2 of a module (given up, begun " in node_states._last(own_page())
         # What the others have launched ends well when it comes.
         if RANK == LAST:
             loss.backward()
@@ -228,4 +245,4 @@ else:
 """
     text = run(tmp_path, source, 2, MPIDDP_PROGRESS_THREAD="0")
     assert "Rank 1 does not answer (process " in text
-    assert "waits for no other rank: with MPIDDP_PROGRESS_THREAD=0" in text
+    assert "waits for no other rank, or waits inside of MPI: with MPIDDP_PROGRESS_THREAD=0" in text

@@ -19,7 +19,7 @@ SETTINGS = {"MPIDDP_STALL_SECONDS": "2", "MPIDDP_START_SECONDS": "5"}
 PREAMBLE = """\
 import os, sys, time
 launched = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]
-if launched == "2":
+if launched in {missing!r}:
     {first}
 from datetime import timedelta
 import torch
@@ -29,10 +29,10 @@ import mpiddp
 
 
 def run(
-    folder: Path, source: str, first: str = "pass", limit: str = "5"
+    folder: Path, source: str, first: str = "pass", limit: str = "5", missing: str = "2"
 ) -> "subprocess.CompletedProcess[str]":
     script = folder / "script.py"
-    script.write_text(PREAMBLE.format(first=first) + textwrap.dedent(source))
+    script.write_text(PREAMBLE.format(first=first, missing=missing) + textwrap.dedent(source))
     settings = SETTINGS | {"MPIDDP_START_SECONDS": limit}
     done = mpirun.run(3, [script], timeout=60, env=settings)
     print(done.stdout, done.stderr)  # pytest shows it when the test fails
@@ -46,6 +46,17 @@ def test_a_process_that_ends_before_mpi_init(tmp_path: Path) -> None:
     said = r"mpiddp: rank [01] \(process \d+ on .+\) has waited in MPI_Init for "
     assert re.search(said + r"2 s\. It returns when all processes of the job are in", done.stderr)
     assert re.search(said + r"[56] s, and its time limit is over\. It ends", done.stderr)
+
+
+@pytest.mark.thorough
+def test_the_processes_that_would_speak_never_come(tmp_path: Path) -> None:
+    """Whoever is there ends at the time limit, and says so once."""
+    done = run(tmp_path, "mpiddp.init_process_group()", first="time.sleep(50)", missing="01")
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("mpiddp: ")]
+    assert len(said) == 1
+    ends = r"mpiddp: rank 2 \(process \d+ on .+\) has waited in MPI_Init for [5-7] s, and its time "
+    assert re.match(f"{ends}limit is over", said[0])
 
 
 @pytest.mark.slow
@@ -113,6 +124,19 @@ def test_init_process_group(tmp_path: Path) -> None:
             "Rank 2 has not come (no collective of this group so far; now at ",
             id="channels",
             marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            """
+            from mpiddp.rendezvous import world
+            wait = world.named_wait("a test of waits")
+            if dist.get_rank() != 2:
+                with world.recorded("a test of waits"):
+                    world.communicator().barrier()
+            """,
+            "rank 0: a test of waits",
+            "Rank 2 has not come (no collective of this group so far; now at ",
+            id="named",
+            marks=pytest.mark.thorough,
         ),
     ],
 )
