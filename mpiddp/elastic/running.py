@@ -23,6 +23,10 @@ __all__ = ["admit", "grow", "run"]
 Training = TypeVar("Training", bound=Callable[..., Any])
 
 
+# What all ranks wait for beside what the function does.
+_END, _ADMIT = "the end of the elastic function", "elastic.admit"
+
+
 class _MoreRanksWanted(Exception):
     """Leaves the function for a larger world."""
 
@@ -93,6 +97,7 @@ def run(
 
     @functools.wraps(function)
     def elastic(state: State, *args: Any, **kwargs: Any) -> Any:
+        _know_waits()
         if losses.can_go_on():
             recovery.Watch()
         elif dist.get_rank() == 0:
@@ -126,7 +131,7 @@ def run(
                     if not losses.can_go_on() or not recovery.is_of_a_loss(error):
                         raise
                     recovery.let_go(error)
-                with world.recorded("the end of the elastic function"):
+                with world.recorded(_END):
                     lost = losses.can_go_on() and not losses.agree(
                         world.communicator(), finished or more > 0
                     )
@@ -142,6 +147,7 @@ def run(
                         f"most_losses={most_losses}"
                     )
                 _renew(state, lost, more, replace, min_ranks, bring)
+                _know_waits()
                 renewed = True
 
     return elastic
@@ -176,10 +182,17 @@ def admit(folder: str | Path) -> None:
     Raises:
         OSError: rank 0 cannot write to the folder.
     """
-    with world.recorded("elastic.admit"):
+    with world.recorded(_ADMIT):
         count = meeting.look(Path(folder).absolute(), world.communicator())
     if count:
         raise _MoreRanksWanted(count, "admit", meeting.let_in)
+
+
+def _know_waits() -> None:
+    """Let this rank say of the waits that it has not come to them. Not collective."""
+    with contextlib.suppress(RuntimeError):  # of a world that is not mpiddp's
+        for name in (_END, _ADMIT):
+            world.named_wait(name)
 
 
 def _or_end_this_rank(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -210,7 +223,7 @@ def _clear(state: State) -> None:
     if not state._has_snapshots or world.is_to_end():
         return
     if not losses.can_go_on() and dist.is_initialized():
-        with world.recorded("the end of the elastic function"):
+        with world.recorded(_END):
             losses.agree(world.communicator(), True)  # else all have said that they have returned
     state._end()
 

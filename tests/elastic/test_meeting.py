@@ -134,3 +134,26 @@ def test_a_program_that_gives_its_own_world(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert done.stdout.count("world of 2") == 2
     assert done.stderr == ""
+
+
+@pytest.mark.thorough
+def test_a_rank_that_comes_late_to_look(tmp_path: Path) -> None:
+    """It says that it has not come, not that it knows of no such thing."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, time\nimport torch.distributed as dist\nimport mpiddp\n"
+        "from mpiddp import elastic\n"
+        "mpiddp.init_process_group()\n"
+        "@elastic.run\n"
+        "def train(state):\n"
+        "    if dist.get_rank() == 0:\n"
+        "        time.sleep(6)\n"
+        "    elastic.admit(sys.argv[1])\n"
+        "train(elastic.State(step=0))\n"
+        "mpiddp.destroy_process_group()\n"
+    )
+    done = mpirun.run(2, [script, tmp_path], timeout=60, env={"MPIDDP_STALL_SECONDS": "1"})
+    assert done.returncode == 0
+    assert "mpiddp: rank 1: elastic.admit has waited" in done.stderr
+    where = f"now at {script}:9 in train)"
+    assert f"Rank 0 has not come (no collective of this group so far; {where}" in done.stderr
