@@ -42,8 +42,20 @@ class StagedChannel:
         return SingleAllReduce(self.channel, memory, dtype, float(SIZE))
 
 
-def forget_failures() -> None:
-    """Free the memory that is otherwise kept for good after a failure."""
+def wait_for_copies(runtime: SimulatedRuntime) -> None:
+    """Wait until no stream of the simulated GPU has anything to do."""
+    deadline = time.perf_counter() + TIMEOUT
+    while runtime.busy and time.perf_counter() < deadline:
+        time.sleep(0.001)
+
+
+def forget_failures(runtime: SimulatedRuntime) -> None:
+    """Free the memory that is otherwise kept for good after a failure.
+
+    Copies that were issued before a call failed go on, so they are waited for: on a loaded machine
+    they would run in memory that is no longer mapped.
+    """
+    wait_for_copies(runtime)
     single_all_reduce._abandoned.clear()  # type: ignore[attr-defined]
     gpu_staged_memory._kept.clear()  # type: ignore[attr-defined]
 
@@ -54,14 +66,12 @@ def gpu_left_as_found() -> Iterator[SimulatedRuntime]:
     with simulated_gpu.on_cpu_tensors() as runtime:
         # Of other tests, lest it be freed while this one counts. Collecting may keep it again.
         gc.collect()
-        forget_failures()
+        forget_failures(runtime)
         runtime.overlook()
         unpinned = runtime.counts.unpinned_copies
         yield runtime
         # Means that nobody has waited for may still be on their way.
-        deadline = time.perf_counter() + TIMEOUT
-        while runtime.busy and time.perf_counter() < deadline:
-            time.sleep(0.001)
+        wait_for_copies(runtime)
         gpu_staged_memory._forget_kept()  # type: ignore[attr-defined]
         if runtime.counts.alive != (0, 0, 0, 0):
             gc.collect()

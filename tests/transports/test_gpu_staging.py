@@ -381,7 +381,7 @@ class TestMemory:
         while not staged.channel.idle:
             assert time.perf_counter() < deadline
             time.sleep(0.001)
-        forget_failures()
+        forget_failures(gpu)
 
     def test_is_unpinned_with_its_transport(self, gpu: SimulatedRuntime) -> None:
         from mpi4py import MPI

@@ -52,7 +52,7 @@ class TestErrors:
     @pytest.fixture(autouse=True)
     def _leave_nothing_behind(self, gpu: SimulatedRuntime) -> Iterator[None]:
         yield
-        forget_failures()
+        forget_failures(gpu)
 
     @pytest.mark.parametrize(
         ("call", "after"),
@@ -72,6 +72,8 @@ class TestErrors:
         staged = open_channel()
         [memory] = staged.allocate([PIECE])
         failing = staged.reduction(memory)
+        # So that copies outlast the failure, and what frees the memory too early crashes.
+        gpu.set_delays(0.05, 0.05)
         with gpu.failing(call, 700, after):
             failing.submit()
             error = error_of(failing.wait, TIMEOUT)
