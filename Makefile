@@ -135,6 +135,7 @@ build: $(INSTALLED)
 .PHONY: lint
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(WITH_PATH) $(BIN)/cython-lint cython
 	@rm -rf build/mypy && mkdir -p build/mypy
 	@cp -rs $(CURDIR)/mpiddp build/mypy/

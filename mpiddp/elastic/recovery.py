@@ -219,9 +219,7 @@ def _limited(then: str) -> Iterator[None]:
 
 
 def _end_job(then: str) -> None:
-    text = (
-        f"mpiddp: a new world was not made within {_LAST_LIMIT:g} s: this rank gives up. {then}"
-    )
+    text = f"mpiddp: a new world was not made within {_LAST_LIMIT:g} s: this rank gives up. {then}"
     abort_job(1, lambda: print(text, file=sys.stderr, flush=True))
 
 

@@ -235,9 +235,7 @@ def _renew(
     began = time.monotonic()
     before = dist.get_world_size()
     wanted = before if lost and replace else 0 if lost else before + more
-    number, come = recovery.renew(
-        wanted, lost, state._leave, bring, then=state._after_a_restart()
-    )
+    number, come = recovery.renew(wanted, lost, state._leave, bring, then=state._after_a_restart())
     if losses.can_go_on():
         recovery.Watch()
     if dist.get_world_size() < min_ranks:

@@ -39,8 +39,9 @@ _PATIENCE = 2.0
 # Seconds after which MPI_Abort is called although what comes before it has not ended: enough for a
 # hook that formats the traceback with libraries from a slow file system.
 _LIMIT = 8.0
-# Seconds after which the process ends although MPI_Abort does not end it.
-_LAST_LIMIT = 12.0
+# Seconds after which the process ends although MPI_Abort does not end it: from the beginning, and
+# from the call of MPI_Abort. MPICH's waits for a lock that another call may hold for ever.
+_LAST_LIMIT, _LIMIT_OF_ABORT = 12.0, 6.0
 
 _STREAMS = (1, 2)
 
@@ -62,7 +63,7 @@ def abort_job(code: int, last_words: Callable[[], object] | None = None) -> None
         code: exit status of the job, where the launcher passes it on.
         last_words: prints why the job ends; what it raises is ignored.
     """
-    with time_limit(code):
+    with time_limit(code) as nowhere:
         try:
             for step in (last_words, *_release, _send_out):
                 if step is not None:
@@ -70,12 +71,17 @@ def abort_job(code: int, last_words: Callable[[], object] | None = None) -> None
                     with contextlib.suppress(BaseException):
                         step()
         finally:
+            if nowhere >= 0:
+                faulthandler.dump_traceback_later(_LIMIT_OF_ABORT, exit=True, file=nowhere)
             _call_mpi_abort(code)
 
 
 @contextlib.contextmanager
-def time_limit(code: int) -> Iterator[None]:
-    """Within, abort the job with `code` if printing takes too long. Not collective."""
+def time_limit(code: int) -> Iterator[int]:
+    """Within, abort the job with `code` if printing takes too long. Not collective.
+
+    It gives a descriptor of /dev/null for faulthandler, which ends the process; -1: there is none.
+    """
     timer = threading.Timer(_LIMIT, _call_mpi_abort, (code,))
     timer.daemon = True
     nowhere = -1
@@ -85,7 +91,7 @@ def time_limit(code: int) -> Iterator[None]:
     # From Python 3.12 on the interpreter starts no thread while it ends.
     with contextlib.suppress(RuntimeError):
         timer.start()
-    yield
+    yield nowhere
     timer.cancel()
     if nowhere >= 0:
         faulthandler.cancel_dump_traceback_later()

@@ -100,9 +100,7 @@ def _try(
     if dtype.itemsize == 2:
         tolerance = 1e-2
     joined = torch.cat(parts)
-    alike = torch.allclose(
-        whole.flatten(), joined, rtol=tolerance, atol=tolerance, equal_nan=True
-    )
+    alike = torch.allclose(whole.flatten(), joined, rtol=tolerance, atol=tolerance, equal_nan=True)
     return optimizer.state[whole], alike
 
 

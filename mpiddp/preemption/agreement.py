@@ -83,6 +83,11 @@ class Agreement:
         """Ask to stop soon. Not collective; it may be called in a signal handler."""
         self._wanted = True
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether this rank knows that one has asked to stop. Not collective."""
+        return self._wanted or self._holding or self._decided != _NEVER
+
     def check(self) -> bool:
         """Return whether to stop here; every rank asks equally often. Not collective."""
         if self._size == 1 and self._wanted:

@@ -19,6 +19,7 @@ class _Notice:
     """What `install` makes; it lives as long as the world."""
 
     def __init__(self, signals: Iterable[int]) -> None:
+        global _heard_before_a_loss
         from mpiddp.preemption.agreement import Agreement  # which initialises MPI
 
         self._communicator = world.communicator()
@@ -30,18 +31,22 @@ class _Notice:
             self._agreement = Agreement(self._communicator, held, freed)
         self._threaded = settings.PROGRESS_THREAD.read() is not False
         self._wanted = False
+        self.announced = False  # whether `requested` has said so, on all ranks
         world.add_companion(self)
         self._before: dict[int, Any] = {}
         for number in signals:
             self._before[number] = signal.signal(number, self._handle)
+        if _heard_before_a_loss:
+            _heard_before_a_loss = False
+            self._want()
 
     def __str__(self) -> str:
         return "mpiddp.preemption is installed"
 
     def requested(self) -> bool:
-        if self._threaded:
-            return self._agreement.check()
-        return self._ask_all()
+        answer = self._agreement.check() if self._threaded else self._ask_all()
+        self.announced |= answer
+        return answer
 
     def look(self) -> None:
         self._agreement.look()
@@ -51,6 +56,8 @@ class _Notice:
         self._agreement.free()
 
     def leave(self) -> None:
+        global _heard_before_a_loss
+        _heard_before_a_loss = self._wanted or self._agreement.is_wanted
         self._forget()
         self._agreement.leave()
 
@@ -69,10 +76,13 @@ class _Notice:
             self._wanted = True
         return agreed
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _want(self) -> None:
         self._wanted = True
         if self._threaded:
             self._agreement.want()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._want()
         before = self._before.get(number)
         if callable(before):
             before(number, frame)
@@ -88,7 +98,33 @@ class _Notice:
                 signal.signal(number, before)
 
 
+class _Announced:
+    """Stays when `uninstall` comes after the announcement: `world.is_to_end` asks it."""
+
+    def __init__(self) -> None:
+        world.add_companion(self)
+
+    def __str__(self) -> str:
+        return ""  # it leaves nothing open
+
+    def requested(self) -> bool:
+        return True
+
+    def look(self) -> None:
+        """Nothing comes any more."""
+
+    def end(self) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        global _announced
+        _announced = None
+
+
 _notice: _Notice | None = None
+_announced: _Announced | None = None
+# Whether the signals had come when a rank was lost. They do not come again in the next world.
+_heard_before_a_loss = False
 
 
 def install(signals: Iterable[int] | None = None) -> None:
@@ -105,22 +141,30 @@ def install(signals: Iterable[int] | None = None) -> None:
         RuntimeError: there is no world of mpiddp; it was called before; or this is not the main
             thread, the only one that may take signals in Python.
     """
-    global _notice
+    global _announced, _notice
     if _notice is not None:
         raise RuntimeError("mpiddp.preemption.install() has been called before")
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("call mpiddp.preemption.install() in the main thread")
     _notice = _Notice(settings.PREEMPTION_SIGNALS.read() if signals is None else signals)
+    if _announced is not None:  # that was said of what came before
+        world.remove_companion(_announced)
+        _announced = None
 
 
 def uninstall() -> None:
     """Let the signals do again what they did before `install`.
 
     Collective over the world. `destroy_process_group` does it too. Harmless without `install`.
+    That the end was announced stays known to `mpiddp.elastic`, until `install` is called again.
     """
-    if _notice is not None:
-        world.remove_companion(_notice)
-        _notice.end()
+    global _announced
+    notice = _notice
+    if notice is not None:
+        world.remove_companion(notice)
+        if notice.announced and _announced is None:
+            _announced = _Announced()
+        notice.end()
 
 
 def requested() -> bool:

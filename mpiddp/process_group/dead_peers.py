@@ -58,9 +58,11 @@ class DeadPeers:
 
     Args:
         communicator: of all ranks.
+        lost: takes the ranks that have ended.
     """
 
-    def __init__(self, communicator: MPI.Intracomm) -> None:
+    def __init__(self, communicator: MPI.Intracomm, lost: set[int]) -> None:
+        self._lost = lost
         self._rank = communicator.Get_rank()
         node = ranks_of_node(communicator)
         self._patience = _GRACE + _STAGGER * min(node.Get_rank(), _MOST_STAGGERED)
@@ -89,6 +91,7 @@ class DeadPeers:
         for descriptor, _ in self._poll.poll(0):
             self._poll.unregister(descriptor)
             self._peers[descriptor].died = time.monotonic()
+            self._lost.add(self._peers[descriptor].rank)
             if self.on_loss is not None:
                 self.on_loss()
         if self.on_loss is not None:

@@ -50,9 +50,7 @@ class FormingGroup:
 
     def recorded(self) -> AbstractContextManager[None]:
         """Record what runs within. After the time limit the job ends. Not collective."""
-        return limited(
-            self, ring.begin(self.source.number, self.entered, self.last, False, True)
-        )
+        return limited(self, ring.begin(self.source.number, self.entered, self.last, False, True))
 
 
 class NamedWait(FormingGroup):

@@ -63,18 +63,21 @@ class Heartbeat:
 
     Args:
         communicator: of all ranks.
-        roll_call: of the same ranks; its thread looks.
+        roll_call: of the same ranks; it is told who is lost.
+        answers: returns whether a rank answers by MPI, see `Asker`.
 
     Attributes:
         problem: why nobody watches, on the first ranks of the nodes; "" where they do, or where
             there is one node.
     """
 
-    def __init__(self, communicator: MPI.Intracomm, roll_call: RollCall) -> None:
+    def __init__(
+        self, communicator: MPI.Intracomm, roll_call: RollCall, answers: Callable[[int], bool]
+    ) -> None:
         from mpi4py import MPI
 
         self._rank = communicator.Get_rank()
-        self._roll_call = roll_call
+        self._lost, self._answers = roll_call.lost, answers
         self._seconds = settings.HEARTBEAT_SECONDS.read()
         self._links: dict[int, _Link] = {}
         self._poll = select.poll()
@@ -113,6 +116,8 @@ class Heartbeat:
             self._poll.unregister(descriptor)
             link = self._links[descriptor]
             has_left, link.closed = _news(link.connection)
+            if link.closed and not has_left:
+                self._lost.add(link.place.rank)
             if not has_left:
                 link.lost = time.monotonic()
                 if self.on_loss is not None:
@@ -144,7 +149,7 @@ class Heartbeat:
         else:
             # Where the network alone is silent, waits end all the time: only a long one tells.
             waits = waits_for(place.ranks, self._seconds)
-            if waits and self._roll_call.answers(place.rank):
+            if waits and self._answers(place.rank):
                 link.lost = time.monotonic()
                 return
             # What the rank had sent may have come meanwhile.

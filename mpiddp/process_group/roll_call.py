@@ -23,7 +23,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from mpi4py import MPI
@@ -31,16 +31,18 @@ from mpi4py import MPI
 from mpiddp.engine.engine import look_while_waiting
 from mpiddp.flight_recorder import files, ring
 from mpiddp.flight_recorder.call_text import describe, place
-from mpiddp.flight_recorder.sources import BUCKETS
 from mpiddp.mpi import communicators
 from mpiddp.process_group.roll_call_words import (
+    ELSEWHERE,
     UNKNOWN_GROUP,
     Answer,
     differences,
+    doing,
     in_words,
     listed,
     sentence,
     silent,
+    steps_made,
     where_it_is,
     who,
 )
@@ -48,7 +50,6 @@ from mpiddp.system import running_time
 
 if TYPE_CHECKING:
     from mpiddp.process_group.interface import CountedGroup
-    from mpiddp.process_group.wrapped_modules import WrappedModule
 
 __all__ = ["RollCall"]
 
@@ -74,9 +75,6 @@ _WRITE = 0
 # How many ranks, the first of a group, speak for all that wait if they wait as well.
 _SPEAKERS = 3
 
-# What a rank says if it waits for a bucket of another module.
-_ELSEWHERE = "it waits for "
-
 
 class RollCall:
     """Asks and answers for one process.
@@ -97,6 +95,10 @@ class RollCall:
         self._asked = False
         # Called twice a second by the thread that answers, or by one that waits.
         self.watches: list[Callable[[], None]] = []
+        # World ranks that have ended: nothing is sent to them, see Note [MPI that does not return].
+        self.lost: set[int] = set()
+        # When this last came back from MPI, in running time.
+        self.looked = running_time.now()
         # Messages that may not have left yet, with their memory.
         self._leaving: list[tuple[MPI.Request, bytes | bytearray]] = []
         self._leaving_lock = threading.Lock()
@@ -219,7 +221,7 @@ class RollCall:
         ]
         told = [listed(told)] if told else []
         told += silent(group.world_ranks, answers)
-        if any(_ELSEWHERE in where for where in missing):
+        if any(ELSEWHERE in where for where in missing):
             told[-1] += (
                 ". Where several wrapped modules are trained, all ranks run their backward passes "
                 "in the same order"
@@ -325,7 +327,8 @@ class RollCall:
             own = next(self._numbers)
             question = _QUESTION.pack(own, _digest(group), module, number)
             asked = {world: rank for rank, world in enumerate(group.world_ranks)}
-            del asked[communicator.Get_rank()]
+            for rank in (communicator.Get_rank(), *self.lost):
+                asked.pop(rank, None)
             if ranks is not None:
                 wanted = {group.world_ranks[rank] for rank in ranks}
                 asked = {world: rank for world, rank in asked.items() if world in wanted}
@@ -369,6 +372,7 @@ class RollCall:
 
     def _look(self) -> None:
         """Answer and watch: twice a second, in the thread here or in one that waits."""
+        self.looked = running_time.now()
         # As in _ask: after one rank has ended, the others may still ask, and are watched.
         with contextlib.suppress(MPI.Exception):
             while self._answer_one():
@@ -401,8 +405,8 @@ class RollCall:
             elif _digest(group) == digest:
                 wrapped = group.modules.get(module)
                 if wrapped is not None:
-                    entered, last = wrapped.buckets_filled(), _doing(wrapped, group, groups)
-        step = "" if module else _step(groups)
+                    entered, last = wrapped.buckets_filled(), doing(wrapped, group, groups)
+        step = "" if module else steps_made(groups)
         rest = f"\n{place()}\n{call}\n{step}".encode()
         text = last.encode()[: max(_MOST_BYTES - _ANSWER.size - len(rest), 0)] + rest
         self._send(_ANSWER.pack(question, entered, waits) + text, rank, _ANSWER_TAG)
@@ -412,6 +416,8 @@ class RollCall:
 
     def _send(self, data: bytes, rank: int, tag: int) -> None:
         assert self._communicator is not None
+        if rank in self.lost:
+            return
         request = self._communicator.Isend([data, MPI.BYTE], dest=rank, tag=tag)
         with self._leaving_lock:
             self._leaving.append((request, data))
@@ -468,25 +474,6 @@ def _call_in_words(group: CountedGroup, number: int) -> tuple[str, bool]:
     if found is not None:
         return describe(found[0]), found[1]
     return (_last_of(group) if group.entered == number else ""), False
-
-
-def _step(groups: Sequence[CountedGroup]) -> str:
-    """Return in words how many steps a wrapped module has made, the first that there is."""
-    module = next((each for known in groups for each in known.modules.all()), None)
-    if module is None:
-        return ""
-    return f"{module.buckets_filled() // BUCKETS} backward passes of {module.module_name} reduced"
-
-
-def _doing(module: WrappedModule, group: CountedGroup, groups: Sequence[CountedGroup]) -> str:
-    """Return in words what this rank does instead of filling a bucket of `module`."""
-    progress = module.describe_progress()
-    for other in (each for known in groups for each in known.modules.all()):
-        if other is not module and (waits := other.describe_wait()):
-            return f"{progress}; {_ELSEWHERE}{waits}"
-    if group.last is None:
-        return progress
-    return f"{progress}; last collective called: {describe(group.last)}, #{group.entered}"
 
 
 def _digest(group: CountedGroup) -> bytes:

@@ -4,24 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mpiddp.flight_recorder.call_text import ranks_in_words
+from mpiddp.flight_recorder.call_text import describe, ranks_in_words
+from mpiddp.flight_recorder.sources import BUCKETS
 from mpiddp.process_group import node_states
 
+if TYPE_CHECKING:
+    from mpiddp.process_group.interface import CountedGroup
+    from mpiddp.process_group.wrapped_modules import WrappedModule
+
 __all__ = [
+    "ELSEWHERE",
     "UNKNOWN_GROUP",
     "Answer",
     "differences",
+    "doing",
     "in_words",
     "listed",
     "sentence",
     "silent",
+    "steps_made",
     "where_it_is",
     "who",
 ]
 
 # Sent instead of a number of collectives.
 UNKNOWN_GROUP = -1
+
+# What a rank says if it waits for a bucket of another module.
+ELSEWHERE = "it waits for "
 
 # How many differences are shown before "and others".
 _SHOWN = 4
@@ -152,3 +164,22 @@ def listed(parts: Sequence[str]) -> str:
     """Return the first few of several kinds, and how many more there are. Not collective."""
     more = len(parts) - _SHOWN
     return "; ".join(parts[:_SHOWN]) + (f"; and {more} other kinds" if more > 0 else "")
+
+
+def steps_made(groups: Sequence[CountedGroup]) -> str:
+    """Return how many steps a wrapped module has made, the first that there is. Not collective."""
+    module = next((each for known in groups for each in known.modules.all()), None)
+    if module is None:
+        return ""
+    return f"{module.buckets_filled() // BUCKETS} backward passes of {module.module_name} reduced"
+
+
+def doing(module: WrappedModule, group: CountedGroup, groups: Sequence[CountedGroup]) -> str:
+    """Return what this rank does instead of filling a bucket of `module`. Not collective."""
+    progress = module.describe_progress()
+    for other in (each for known in groups for each in known.modules.all()):
+        if other is not module and (waits := other.describe_wait()):
+            return f"{progress}; {ELSEWHERE}{waits}"
+    if group.last is None:
+        return progress
+    return f"{progress}; last collective called: {describe(group.last)}, #{group.entered}"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from mpiddp.mpi.nodes import Topology, find_topology
 from mpiddp.process_group.forming_group import FormingGroup, NamedWait
 from mpiddp.process_group.futures import FutureCompleter
 from mpiddp.rendezvous import joining, launch_checks
+from mpiddp.rendezvous.companion import Companion
 from mpiddp.rendezvous.failing import end_unless_all_fail
 from mpiddp.rendezvous.mpi_world import (
     _check_thread_level,
@@ -43,26 +44,11 @@ if TYPE_CHECKING:
     from mpiddp.process_group.dead_peers import DeadPeers
     from mpiddp.process_group.group import ProcessGroup
     from mpiddp.process_group.heartbeat import Heartbeat
+    from mpiddp.process_group.loss_watch import LossWatch
     from mpiddp.process_group.roll_call import RollCall
 
 BACKEND = "mpiddp"
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-
-
-class Companion(Protocol):
-    """What lives as long as a world; str() of it says in words that it is there."""
-
-    def look(self) -> None:
-        """Look for messages. Called twice a second, in a thread, if there are threads."""
-
-    def requested(self) -> bool:
-        """Return whether the job's end was announced. Every rank calls it equally often."""
-
-    def end(self) -> None:
-        """Free what it has. Collective; called by destroy_process_group."""
-
-    def leave(self) -> None:
-        """Stop. Not collective; called at the interpreter's exit without the former."""
 
 
 @dataclass
@@ -75,6 +61,7 @@ class _World:
     roll_call: RollCall
     dead_peers: DeadPeers
     heartbeat: Heartbeat
+    loss_watch: LossWatch
     trigger: Trigger
     topology: Topology
     environment: dict[str, str]
@@ -205,6 +192,7 @@ def _make_world(own: MPI.Intracomm) -> None:
     from mpiddp.engine.requests import Requests
     from mpiddp.process_group.dead_peers import DeadPeers
     from mpiddp.process_group.heartbeat import Heartbeat
+    from mpiddp.process_group.loss_watch import Asker, LossWatch
     from mpiddp.process_group.roll_call import RollCall
     from mpiddp.process_group.watchdog import Watchdog
 
@@ -220,9 +208,9 @@ def _make_world(own: MPI.Intracomm) -> None:
     requests = Requests(engine, crowded=topology.crowded)
     roll_call = RollCall(own, threaded)
     Watchdog(roll_call)
-    dead_peers = DeadPeers(own)
-    heartbeat = Heartbeat(own, roll_call)
-    roll_call.watches += [dead_peers.look, heartbeat.look]
+    dead_peers = DeadPeers(own, roll_call.lost)
+    heartbeat = Heartbeat(own, roll_call, Asker(roll_call).answers)
+    loss_watch = LossWatch(topology.rank, roll_call, [dead_peers.look, heartbeat.look])
     _world = _World(
         own,
         requests,
@@ -230,6 +218,7 @@ def _make_world(own: MPI.Intracomm) -> None:
         roll_call,
         dead_peers,
         heartbeat,
+        loss_watch,
         Trigger(),
         topology,
         environment,
@@ -452,6 +441,7 @@ def _leave_world(lost: bool = False) -> None:
     world.completion.stop()
     world.requests.engine.stop()
     page.leave()
+    world.loss_watch.stop()
     world.roll_call.free()
     world.dead_peers.close()
     world.heartbeat.close()
@@ -479,6 +469,7 @@ def _stop_at_exit() -> None:
     _world.completion.stop()
     _world.requests.engine.stop()
     page.leave()
+    _world.loss_watch.stop()
     _world.roll_call.stop()
     _world.heartbeat.close()
     _world.trigger.stop()

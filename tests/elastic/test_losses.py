@@ -74,6 +74,19 @@ def test_ranks_that_wait_hear_of_a_loss_without_a_thread(transport: str) -> None
 
 
 @needs_ulfm
+@pytest.mark.parametrize("thread", ["1", "0"])
+def test_an_end_that_was_announced_before_a_loss(thread: str) -> None:
+    """The signal does not come again: the ranks that are left end at the same step all the same."""
+    options = ["--announce-at=0:20", "--kill-at=1:20"]
+    done = train(3, 100_000, *options, MPIDDP_PROGRESS_THREAD=thread)
+    assert done.returncode == 0
+    ended = said(done)
+    assert [each["rank"] for each in ended] == [0, 2]
+    (steps,) = {each["steps"] for each in ended}
+    assert 20 < steps < 100_000
+
+
+@needs_ulfm
 @pytest.mark.slow
 def test_same_bits_as_a_run_of_the_others() -> None:
     """A rank that is lost before the first step leaves no trace."""
@@ -195,6 +208,7 @@ def test_how_open_mpi_sends_where_ranks_may_be_lost(given: dict[str, str], then:
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == then
+
 
 @needs_ulfm
 def test_a_rank_that_is_stopped_at_the_end_is_spoken_of(tmp_path: Path) -> None:

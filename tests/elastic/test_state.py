@@ -273,8 +273,10 @@ def test_what_any_rank_has_processed_is_in_snapshots(monkeypatch, training):
         assert state.sampler.processed_indices == list(range(RANK, 3 * SIZE, SIZE))
 
 
-@pytest.mark.parametrize("announced", [False, True])
-def test_snapshots_of_a_function_that_has_returned(announced, training):
+@pytest.mark.parametrize(
+    ("announced", "uninstalled"), [(False, False), (False, True), (True, False), (True, True)]
+)
+def test_snapshots_of_a_function_that_has_returned(announced, uninstalled, training):
     """They are gone, unless the job is only interrupted; another function begins anew."""
 
     @elastic.run
@@ -288,25 +290,30 @@ def test_snapshots_of_a_function_that_has_returned(announced, training):
             assert of_training(training)
         while announced and not preemption.requested():
             time.sleep(0.01)
+        if uninstalled:
+            preemption.uninstall()
 
     began = []
-    if announced:
-        preemption.install()
-        if RANK == 0:
-            os.kill(os.getpid(), signal.SIGUSR1)
+    preemption.install()
+    if announced and RANK == 0:
+        os.kill(os.getpid(), signal.SIGUSR1)
     state = elastic.State(step=0, name=training)
     train(state)
     dist.barrier()
     with together():
         assert bool(of_training(training)) == announced
-    announced_before, announced = announced, False
-    if announced_before:
-        preemption.uninstall()
+    announced_before, announced, uninstalled = announced, False, False
+    preemption.uninstall()
+    preemption.install()  # what was announced was of the time before
+    preemption.uninstall()
     dist.barrier()
     train(elastic.State(step=0, name=training))
     with together():
         assert began[0] == 0
         assert (began[1] > 0) == announced_before
+    dist.barrier()
+    with together():
+        assert not of_training(training)
     train(state)  # the same state goes on
     with together():
         assert began[2] == 3

@@ -49,9 +49,7 @@ def test_ends_the_job(tmp_path: Path, by_signal: bool, waits: str, said: str) ->
 
 
 @pytest.mark.slow  # elastic/test_losses.py has the like
-def test_ends_the_job_without_a_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ends_the_job_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that wait look themselves, in the wait for a bucket in memory that they share."""
     monkeypatch.setenv("MPIDDP_PROGRESS_THREAD", "0")
     done, seconds = run(

@@ -49,7 +49,7 @@ def watching(place: list[int], roll_call: Any) -> Iterator["Heartbeat"]:
     own, number = place[: size()], rank()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nodes, "ranks_of_node", lambda comm: comm.Split(own[number], number))
-        heartbeat = Heartbeat(world.communicator(), roll_call)
+        heartbeat = Heartbeat(world.communicator(), roll_call, roll_call.answers)
     yield heartbeat
     dist.barrier()
     heartbeat.close()
@@ -57,7 +57,7 @@ def watching(place: list[int], roll_call: Any) -> Iterator["Heartbeat"]:
 
 def pretended(answers: bool = False, threaded: bool = True) -> Any:
     """Return a roll call in which the others answer or not."""
-    return SimpleNamespace(threaded=threaded, answers=lambda rank: answers)
+    return SimpleNamespace(threaded=threaded, answers=lambda rank: answers, lost=set())
 
 
 @pytest.fixture
@@ -397,6 +397,49 @@ class TestHosts:
             rf"mpiddp: rank [01]: {who}, and this rank waits for its part of {what}\. The job ends"
         )
         assert re.search(said, done.stderr)
+
+    def test_messages_to_a_rank_that_has_ended(self, hosts: Hosts) -> None:
+        """See Note [MPI that does not return]: MPICH may hold up all threads that call it."""
+        source = """
+            work(1)
+            if dist.get_rank() == 2:
+                os._exit(0)
+            time.sleep(6)  # the process that it has forked keeps its connections for 4 s
+            dist.send(torch.ones(3), 2)
+            work(1)
+            """
+        job, script = self.start(hosts, source, seconds="3")
+        assert self.seconds_until_ended(hosts, script, ["node1", "node2", "node3"]) < 30
+        done = job.result()
+        assert done.returncode != 0
+        if hosts.mpi != "Open MPI":
+            ended = r"rank 2 \(process \d+ on node3\) has ended: its connection has closed"
+            waits = r"and this rank waits for its part of (send|all_reduce)"
+            assert re.search(rf"mpiddp: rank [01]: {ended}, {waits}", done.stderr)
+
+    def test_mpi_does_not_return(self, hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nobody watches the other nodes here; so the job ends at the time limit."""
+        if hosts.mpi == "Open MPI":
+            pytest.skip("Open MPI sends nothing to a rank that has ended, and SLURM ends the job")
+        source = """
+            from datetime import timedelta
+            mpiddp.destroy_process_group()
+            mpiddp.init_process_group(timeout=timedelta(seconds=5))
+            work(1)
+            if dist.get_rank() == 2:
+                os._exit(0)
+            time.sleep(6)
+            dist.send(torch.ones(3), 2)
+            """
+        monkeypatch.setitem(hosts.env, "MPIDDP_STALL_SECONDS", "3")
+        job, script = self.start(hosts, source, seconds="none")
+        assert self.seconds_until_ended(hosts, script, ["node1", "node2", "node3"]) < 50
+        done = job.result()
+        assert done.returncode != 0
+        waits = r"mpiddp: rank [01]: MPI has not returned for \d+ s in or beside send of float32 "
+        place = rf"\(this rank is now at {re.escape(str(script))}:\d+ in <module>\)"
+        assert re.search(rf"{waits}.*{place}\. It goes on waiting", done.stderr)
+        assert re.search(rf"{waits}.*The time limit of 5 s is over, and the job ends", done.stderr)
 
     def test_a_cable_may_be_cut_for_a_while(self, hosts: Hosts) -> None:
         """And ranks may end one after the other, with and without destroy_process_group."""

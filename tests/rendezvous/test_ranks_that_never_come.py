@@ -170,3 +170,21 @@ def test_construction_is_named(tmp_path: Path) -> None:
         "Rank 2 has not come (no collective of this group so far; now at "
     ) in done.stderr
     assert "all_gather on process group '0' has waited 5 s" in done.stderr
+
+
+def test_buffers_in_forward(tmp_path: Path) -> None:
+    """The ranks that wait for the first one's buffers say so, and at the time limit they end."""
+    source = """
+    mpiddp.init_process_group(timeout=timedelta(seconds=5))
+    ddp = mpiddp.DistributedDataParallel(torch.nn.BatchNorm1d(2))
+    for _ in range(2):  # the second forward rebuilds buckets
+        ddp(torch.ones(3, 2)).sum().backward()
+    if dist.get_rank() == 0:
+        time.sleep(40)
+    ddp(torch.ones(3, 2))
+    """
+    done = run(tmp_path, source)
+    assert done.returncode != 0
+    what = "mpiddp: rank 1: broadcast of parameters or buffers of "
+    assert re.search(what + r".* on process group '0' has waited 2 s", done.stderr)
+    assert "Rank 0 has not come (last called: " in done.stderr

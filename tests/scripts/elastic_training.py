@@ -3,9 +3,11 @@
     mpirun --with-ft ulfm -n 4 python elastic_training.py STEPS [--kill RANK:SECONDS]
         [--kill-at RANK:STEP] [--options JSON] [--grow STEP:COUNT]
         [--admit FOLDER] [--under-way FILE] [--after-another]
+        [--announce-at RANK:STEP]
 
 SECONDS count from when the rank began the function; a rank of -1 is a process that came later.
 With --admit it trains until another job has come, and STEPS more. The FILE is made after 20 steps.
+With --announce-at the end of the job is announced to a rank, and all stop when they are told.
 With --after-another another elastic function has run before.
 OPTIONS are those of `elastic.run`. Each rank that ends prints a line of JSON.
 """
@@ -25,7 +27,7 @@ from mpi4py import MPI
 
 import mpiddp
 from mpiddp import DistributedDataParallel as DDP
-from mpiddp import elastic
+from mpiddp import elastic, preemption
 
 parser = argparse.ArgumentParser()
 parser.add_argument("steps", type=int)
@@ -36,10 +38,12 @@ parser.add_argument("--grow", default="-1:0")
 parser.add_argument("--admit")
 parser.add_argument("--under-way", type=Path)
 parser.add_argument("--after-another", action="store_true")
+parser.add_argument("--announce-at")
 arguments = parser.parse_args()
 STEPS = arguments.steps
 KILLS = {int(rank): float(after) for rank, _, after in (a.partition(":") for a in arguments.kill)}
 KILLED, KILLED_AT = map(int, arguments.kill_at.split(":"))
+ANNOUNCED, ANNOUNCED_AT = map(int, (arguments.announce_at or "-2:0").split(":"))
 GROW_AT, MORE = map(int, arguments.grow.split(":"))
 CAME = MPI.Comm.Get_parent() != MPI.COMM_NULL or "MPIDDP_JOIN" in os.environ
 ALONE = 0 if CAME or not arguments.admit else MPI.COMM_WORLD.Get_size()
@@ -72,6 +76,8 @@ def train(state):
     worlds.append((dist.get_world_size(), state.step))
     if len(worlds) == 1 and START in KILLS:
         threading.Thread(target=kill_after, args=[KILLS[START]], daemon=True).start()
+    if arguments.announce_at:
+        preemption.install()
     ddp = DDP(state.model, init_sync=False)
     loader = torch.utils.data.DataLoader(data, 8, sampler=state.sampler)
     steps = 10**9 if dist.get_world_size() == ALONE else STEPS
@@ -80,6 +86,8 @@ def train(state):
     while state.step < steps:
         state.sampler.set_epoch(state.epoch)
         for number, (batch,) in enumerate(loader):
+            if (START, state.step) == (ANNOUNCED, ANNOUNCED_AT) and len(worlds) == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
             if (START, state.step) == (KILLED, KILLED_AT):
                 os.kill(os.getpid(), signal.SIGKILL)
             state.optimizer.zero_grad()
@@ -90,6 +98,8 @@ def train(state):
             state.commit()
             if arguments.under_way and state.step == 20:
                 arguments.under_way.touch()
+            if arguments.announce_at and preemption.requested():
+                steps = state.step
             if state.step == GROW_AT:
                 elastic.grow(MORE)
             if arguments.admit and state.step % 10 == 0:
