@@ -200,14 +200,19 @@ def test_beside_training(node):
     training = Training()
     snapshots = checkpoint.Snapshots("t", share=1, folder=node)
     held = {}
-    count = 0
-    for step in range(30):
+    count = step = 0
+    begun = torch.zeros(1)
+    give_up = time.monotonic() + 60  # on a slow machine a snapshot's price is many of these steps
+    while step < 30 or (begun.item() < 2 and time.monotonic() < give_up):
         training.step()
         total = torch.full((1000,), float(RANK + step))
         dist.all_reduce(total)
         assert total.eq(sum(range(SIZE)) + SIZE * step).all()
         held[step] = training.bits()
         count += snapshots.step(training.state, step)
+        begun[0] = count if time.monotonic() < give_up else 2
+        dist.all_reduce(begun, dist.ReduceOp.MIN)
+        step += 1
     snapshots.wait()
     found = snapshots.load(into=training.state())
     training.take(found.state)
