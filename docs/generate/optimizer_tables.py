@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
+
 from benchmark_results import MPIS, describe, load, markdown, milliseconds
 from measuring import Record, ratio, show_ratio
-from names import OURS_NODE
+from names import OURS, OURS_NODE
 
 
 def optimizers() -> str:
@@ -22,7 +24,7 @@ def optimizers() -> str:
 
 
 def _steps(records: list[Record]) -> str:
-    rows = [["", "", "", "step, ms", "over it", "optimizer alone, ms", "over it"]]
+    rows = [["", "", "", "step, ms", "over it", "optimizer alone, ms", "over it", "to expect"]]
     ours: Record = {}
     for record in records:
         first = record["candidate"] == OURS_NODE
@@ -33,8 +35,15 @@ def _steps(records: list[Record]) -> str:
         for part in ("step", "alone"):
             row.append(milliseconds(record[part]))
             row.append("" if first else show_ratio(ratio(ours[part], record[part])))
+        row.append(f"{_expected(record):.2f}" if record["candidate"] == OURS else "")
         rows.append(row)
     return markdown(rows)
+
+
+def _expected(record: Record) -> float:
+    """Return what is left of a step if its ranks share the optimizer's work, and nothing else."""
+    step, alone = (statistics.median(record[part]) for part in ("step", "alone"))
+    return 1 - alone * (1 - 1 / record["ranks"]) / step
 
 
 def _memory(records: list[Record]) -> str:
