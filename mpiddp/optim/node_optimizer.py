@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join, Joinable
 
 from mpiddp.ddp import node_parts
@@ -193,6 +194,7 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
 
     # The step.
 
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's part. Collective, but it does not wait for the others' parts.
@@ -275,11 +277,13 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
 
     # Gradients.
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients, as torch's method. Not collective."""
         super().zero_grad(set_to_none)
         self._shared.note_whole(member.index for member in self._members)
 
+    @_disable_dynamo
     def gradients(self) -> list[torch.Tensor | None]:
         """Return the mean gradient of each parameter, in the order of the groups. Collective.
 
@@ -291,6 +295,7 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
             self._shared.complete()
         return [parameter.grad for group in self.param_groups for parameter in group["params"]]
 
+    @_disable_dynamo
     @torch.no_grad()
     def gradient_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """Return the norm of all mean gradients as one vector, with the same bits everywhere.
@@ -322,6 +327,7 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
         norm: torch.Tensor = total.to(torch.float32 if dtype.itemsize == 2 else dtype)
         return norm
 
+    @_disable_dynamo
     @torch.no_grad()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -5,6 +5,7 @@ import copy
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import mpirun
 import pytest
@@ -12,6 +13,7 @@ import torch
 from models import CASES, loss_of, mlp
 from replicas import RANK, SIZE, assert_same_bits, batch_of, gather, share, together
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from mpiddp import DistributedDataParallel as DDP
 from mpiddp.optim import NodeOptimizer
@@ -223,7 +225,9 @@ class TestOnAllRanks:
             assert status == 0
             assert model.module(torch.ones(2, 6)).sum().item() == expected
 
-    def test_compiled_and_checkpointed(self) -> None:
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # in dynamo
+    @pytest.mark.parametrize("compiles", ["the wrapper", "the module", "the step of training"])
+    def test_compiled_and_checkpointed(self, compiles: str) -> None:
         from torch.utils.checkpoint import checkpoint
 
         class Checkpointed(nn.Module):
@@ -235,20 +239,28 @@ class TestOnAllRanks:
                 y: Tensor = checkpoint(self.layers, x, use_reentrant=False)
                 return y
 
-        plain, shared = (
-            DDP(module, shared_parameters=n == 1)
-            for n, module in enumerate([Checkpointed(), Checkpointed()])
-        )
-        shared.load_state_dict(plain.state_dict())
-        compiled = torch.compile(shared, backend="aot_eager")
-        own = NodeOptimizer(compiled, torch.optim.SGD, lr=0.1)
+        def compiled(what: Any, where: str) -> Any:
+            return torch.compile(what, backend="aot_eager") if compiles == where else what
+
+        plain = DDP(Checkpointed())
+        shared = DDP(compiled(Checkpointed(), "the module"), shared_parameters=True)
+        for p, q in zip(plain.parameters(), shared.parameters(), strict=True):
+            with shared.writing(), torch.no_grad():
+                q.copy_(p)
+        called = compiled(shared, "the wrapper")
+        own = NodeOptimizer(called, torch.optim.SGD, lr=0.1)
         optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+        def train(model: Any, stepper: torch.optim.Optimizer, batch: Tensor) -> None:
+            stepper.zero_grad()
+            loss_of(model, batch).backward()
+            stepper.step()
+
+        train_shared = compiled(train, "the step of training")
         for _ in range(3):
             batch = share(batch_of(2, 6))
-            for model, stepper in ((plain, optimizer), (compiled, own)):
-                stepper.zero_grad()
-                loss_of(model, batch).backward()
-                stepper.step()
+            train(plain, optimizer, batch)
+            train_shared(called, own, batch)
         with together():
             for p, q in zip(plain.parameters(), shared.parameters(), strict=True):
                 torch.testing.assert_close(p, q)
@@ -278,6 +290,14 @@ class TestOnAllRanks:
     def test_refused(self, module: nn.Module, arguments: dict[str, object], what: str) -> None:
         with together(), pytest.raises(ValueError, match=what):
             DDP(module, shared_parameters=True, **arguments)  # type: ignore[arg-type]
+
+    def test_refused_on_a_gpu(self) -> None:
+        """It looks like one; there is none here."""
+        weight = torch.empty(2, 2, device="meta")
+        on_gpu = FakeTensor(FakeTensorMode(), weight, torch.device("cuda", 0))
+        module = nn.ParameterDict({"a": nn.Parameter(on_gpu)})
+        with together(), pytest.raises(ValueError, match="parameter a is on cuda:0"):
+            DDP(module, shared_parameters=True)
 
     def test_refused_where_ranks_may_be_lost(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Set by mpirun --with-ft ulfm; nobody else asks here."""
@@ -379,17 +399,19 @@ class Slow(torch.optim.SGD):
             os.kill(os.getpid(), signal.SIGKILL)
 
 model = mpiddp.DistributedDataParallel(torch.nn.Linear(300, 300), shared_parameters=True)
-optimizer = mpiddp.optim.NodeOptimizer(model, Slow, lr=0.1)
+optimizer = mpiddp.optim.NodeOptimizer(model, Slow, lr=0.1, momentum=0.9)
 model(torch.ones(1, 300)).sum().backward()
 optimizer.step()
-torch.save(model.module.state_dict(), sys.argv[1])
+saved = {"model": model.module, "optimizer": optimizer}[sys.argv[1]]
+torch.save(saved.state_dict(), sys.argv[2])
 """
 
 
-def test_killed_in_a_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saved", ["model", "optimizer"])
+def test_killed_in_a_step(tmp_path: Path, saved: str) -> None:
     """The job ends, and no checkpoint of half a step is written."""
     program = tmp_path / "killed.py"
     program.write_text(KILLED)
-    done = mpirun.run(3, [program, tmp_path / "checkpoint"], timeout=60)
+    done = mpirun.run(3, [program, saved, tmp_path / "checkpoint"], timeout=60)
     assert done.returncode != 0
     assert not (tmp_path / "checkpoint").exists()
