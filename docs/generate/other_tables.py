@@ -73,21 +73,23 @@ def construction() -> str:
 
 def snapshots() -> str:
     """Return what snapshots in the memory of the node add to a step."""
-    rows = [["", "ms a step", "ms a snapshot", "s between two", "of the time"]]
-    files = {name: load(f"snapshots-{name}") for name in MPIS}
-    for name, mpi in MPIS.items():
-        found = files[name]
-        rows.append(
-            [
-                f"{mpi}, {found['ranks']} ranks, {found['state_megabytes']:.0f} MB",
-                f"{1e3 * found['seconds_a_step']:.0f}",
-                f"{1e3 * found['seconds_of_one']:.0f}",
-                f"{found['seconds_between']:.1f}",
-                f"{found['share']:.1%}",
-            ]
-        )
-    sources = "\n".join(f"- {describe(files[name], f'snapshots-{name}')}" for name in MPIS)
-    return f"{markdown(rows)}\n\n{sources}"
+    rows = [["", "state", "ms a step", "ms a snapshot", "s between two", "of the time"]]
+    sources = []
+    for kind, file in (("replicas", "snapshots"), ("shards", "snapshots-sharded")):
+        for name, mpi in MPIS.items():
+            found = load(f"{file}-{name}")
+            rows.append(
+                [
+                    f"{mpi}, {found['ranks']} ranks",
+                    f"{kind}, {found['state_megabytes']:.0f} MB",
+                    f"{1e3 * found['seconds_a_step']:.0f}",
+                    f"{1e3 * found['seconds_of_one']:.0f}",
+                    f"{found['seconds_between']:.1f}",
+                    f"{found['share']:.1%}",
+                ]
+            )
+            sources.append(f"- {describe(found, f'{file}-{name}')}")
+    return f"{markdown(rows)}\n\n" + "\n".join(sources)
 
 
 def _milliseconds(seconds: Samples) -> str:
