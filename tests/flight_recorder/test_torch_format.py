@@ -114,6 +114,18 @@ def test_buckets(transport: str) -> None:
     assert told[0]["frames"] == []
 
 
+def test_parameters_and_buffers() -> None:
+    """They are copied in memory that the ranks share, which is recorded as one broadcast."""
+    wrapped = mpiddp.DistributedDataParallel(torch.nn.BatchNorm1d(3))
+    wrapped(torch.ones(4, 3))
+    told = entries("broadcast")
+    words = "broadcast of parameters or buffers of float32 (3,) and"
+    assert [entry["words"] for entry in told] == [f"{words} 4 more", f"{words} 2 more"]
+    for entry in told:
+        assert entry["state"] == "completed"
+        assert any(Path(frame["filename"]).name == Path(__file__).name for frame in entry["frames"])
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_torch_finds_all_operations_matched(tmp_path: Path) -> None:
     """Every collective, messages, a part of the ranks, and buckets."""
