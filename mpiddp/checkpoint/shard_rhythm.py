@@ -44,7 +44,7 @@ class ShardRhythm:
         assert world is not None
         # Training calls its own collectives meanwhile, and so do asynchronous saves.
         everyone = dist.get_process_group_ranks(world)
-        self._group = dist.new_group(everyone, use_local_synchronization=True)
+        self._group = dist.new_group(everyone)
         self._ranks = Ranks(self._group)
         self._memories = Memories(root.parent, self._ranks)
         self._root, self._share, self._thread = root, share, thread
