@@ -6,15 +6,19 @@
 - ``split_group``: torch's own splits NCCL's communicators and refuses where there is no
   accelerator. For groups of mpiddp, the members of each part create their own group.
 - ``monitored_barrier``: torch's own handles only Gloo's groups.
+- names of groups that only their members make (`use_local_synchronization`): see `_naming`.
 - ``checkpoint.async_save``: see asynchronous_saves.py.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import os
 import sys
 import warnings
+import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -43,6 +47,7 @@ def install() -> None:
     replace_function(dist.init_process_group, _completing)
     replace_function(dist.monitored_barrier, _with_mpiddp)
     replace_function(dist.split_group, _splitting)
+    replace_function(dist.distributed_c10d._hash_ranks_to_str, _naming)
     asynchronous_saves.install()
 
 
@@ -247,3 +252,26 @@ def _with_mpiddp(torchs: Callable[..., Any]) -> Callable[..., Any]:
         return group.monitored_barrier(timeout, wait_all_ranks)
 
     return monitored_barrier
+
+
+def _naming(torchs: Callable[..., str]) -> Callable[..., str]:
+    """Name such groups by their ranks and by how many of these ranks there were in this world.
+
+    torch takes how many groups a rank is in at the moment. Where groups come and go that gives a
+    name twice, which torch refuses, and other names on other ranks, by which roll call takes them
+    for other groups.
+    """
+    made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]]
+    made = weakref.WeakKeyDictionary()
+
+    def _hash_ranks_to_str(ranks: Sequence[int]) -> str:
+        module = sys.modules.get("mpiddp.process_group.group")  # importing it would initialise MPI
+        world: Any = dist.group.WORLD if dist.is_initialized() else None
+        if module is None or not isinstance(world, module.ProcessGroup):
+            return torchs(ranks)
+        ranks = tuple(int(rank) for rank in ranks)
+        before = made.setdefault(world, Counter())
+        before[ranks] += 1
+        return hashlib.sha1(f"{ranks} {before[ranks]}".encode(), usedforsecurity=False).hexdigest()
+
+    return _hash_ranks_to_str

@@ -133,6 +133,21 @@ class TestSubgroups:
             dist.destroy_process_group(group)
         dist.barrier()
 
+    @several
+    def test_names_where_others_come_and_go(self):
+        """Neither does a name come twice, nor do members have other names for one group."""
+        others = [dist.new_group([RANK], use_local_synchronization=True) for _ in range(RANK)]
+        ranks = list(range(SIZE))
+        first, second = (dist.new_group(ranks, use_local_synchronization=True) for _ in range(2))
+        dist.destroy_process_group(first)
+        third = dist.new_group(ranks, use_local_synchronization=True)
+        names = gather([group.group_name for group in (first, second, third)])
+        with together():
+            assert len(set(names[0])) == 3
+            assert all(named == names[0] for named in names)
+        for group in [*others, second, third]:
+            dist.destroy_process_group(group)
+
 
 @pytest.fixture(scope="module", params=["mpiddp", "gloo"])
 def first(request, gloo):
