@@ -6,8 +6,9 @@ Note [Who reduces a chunk] in shared.pyx. So what it averages is what it steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,6 +72,18 @@ class BucketLayout:
         """Number of elements in a chunk."""
         return self.chunk_bytes // self.dtype.itemsize
 
+    def stop(self, index: int) -> int:
+        """Return the element behind the last one of a parameter."""
+        return self.starts[index] + self.sizes[index]
+
+    def neighbours(self, wanted: Container[int]) -> Iterator[list[int]]:
+        """Yield those of the wanted parameters that lie beside each other, in order."""
+        # A parameter without elements begins where the next one does.
+        ordered = sorted(self.starts, key=lambda index: (self.starts[index], self.stop(index)))
+        for among, indices in groupby(ordered, key=wanted.__contains__):
+            if among:
+                yield list(indices)
+
     def parts(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int, int]]:
         """Yield start, stop and owner of what belongs to one rank each, in order.
 
@@ -123,35 +136,36 @@ def lay_out(bucket: Bucket, parameters: Sequence[torch.Tensor], ranks: int) -> B
 
 
 def cut(
-    layouts: Sequence[BucketLayout], indices: Sequence[int], most: int | None, first: int = 0
-) -> list[Slice]:
+    layouts: Sequence[BucketLayout], indices: Iterable[int], most: int | None, first: int = 0
+) -> list[list[Slice]]:
     """Return the slices of some parameters, of all owners. Not collective.
 
     Args:
         layouts: of all buckets.
         indices: of the parameters.
-        most: elements that a slice has at most; None: no limit.
+        most: elements that a block has at most; None: no limit.
         first: number of the first slice.
+
+    Returns:
+        blocks of neighbouring slices of one owner. In the order of the buckets, which is that of
+        the numbers, too.
     """
-    buckets = {index: number for number, layout in enumerate(layouts) for index in layout.starts}
-    slices: list[Slice] = []
-    for index in indices:
-        layout = layouts[buckets[index]]
-        begin = layout.starts[index]
-        for start, stop, owner in layout.parts(begin, begin + layout.sizes[index]):
-            # Of equal size, and none that is tiny.
-            pieces = 1 if most is None else -(-(stop - start) // most)
-            size = -(-(stop - start) // pieces)
-            number = first + len(slices)
-            slices.extend(
-                Slice(
-                    number + piece,
-                    index,
-                    buckets[index],
-                    start + piece * size,
-                    min(start + (piece + 1) * size, stop),
-                    owner,
-                )
-                for piece in range(pieces)
-            )
-    return slices
+    wanted = set(indices)
+    blocks: list[list[Slice]] = []
+    for bucket, layout in enumerate(layouts):
+        for members in layout.neighbours(wanted):
+            begin = layout.starts[members[0]]
+            for start, stop, owner in layout.parts(begin, layout.stop(members[-1])):
+                # Of equal size, and none that is tiny.
+                pieces = 1 if most is None else -(-(stop - start) // most)
+                size = -(-(stop - start) // pieces)
+                for low in range(start, stop, size):
+                    high = min(low + size, stop)
+                    block = []
+                    for index in members:
+                        ends = max(low, layout.starts[index]), min(high, layout.stop(index))
+                        if ends[0] < ends[1]:
+                            block.append(Slice(first, index, bucket, *ends, owner))
+                            first += 1
+                    blocks.append(block)
+    return blocks

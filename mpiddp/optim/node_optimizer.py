@@ -1,18 +1,11 @@
-"""NodeOptimizer: each rank steps its part of the parameters, once for all ranks of its node.
-
-Note [Slices in blocks]
-~~~~~~~~~~~~~~~~~~~~~~~
-An optimizer of torch that is not fused passes over a parameter about ten times. On a CPU that is
-bound by memory, unless what it passes over stays in the cache. So slices are no longer than
-BLOCK_BYTES, and the optimizer takes one after the other. Fused ones pass once, and `foreach` ones
-pass over all tensors in each operation: both get long slices.
-"""
+"""NodeOptimizer: each rank steps its part of the parameters, once for all ranks of its node."""
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -23,11 +16,12 @@ from mpiddp.ddp import node_parts
 from mpiddp.ddp.shared_parameters import SharedParameters
 from mpiddp.ddp.wrapper import DistributedDataParallel
 from mpiddp.optim import grad_scaler, uneven_steps
+from mpiddp.optim.blocks import BLOCK_BYTES, Block
 from mpiddp.optim.elementwise import StateKind, find_state
-from mpiddp.optim.members import Member, OwnSlice
+from mpiddp.optim.members import Member
 from mpiddp.optim.state_memory import StateMemory
 
-BLOCK_BYTES = 1 << 19
+NORM_ELEMENTS = 1 << 14
 
 
 class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
@@ -93,6 +87,9 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
         }
         self._members: list[Member] = []
         self._without_state: list[Member] = []
+        # Of each group, as they were cut, and as they are stepped.
+        self._undivided: list[list[Block]] = []
+        self._blocks: list[list[Block]] = []
         self._slices = 0
         self._inner: torch.optim.Optimizer | None = None
         if params is None:
@@ -149,24 +146,24 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
         most = None
         if members and not group.get("foreach") and not group.get("fused"):
             most = BLOCK_BYTES // members[0].tensor.itemsize
-        indices = [member.index for member in members]
-        slices = node_parts.cut(shared.layouts, indices, most, self._slices)
+        by_index = {member.index: member for member in members}
+        cut = node_parts.cut(shared.layouts, by_index, most, self._slices)
+        slices = [part for block in cut for part in block]
         self._slices += len(slices)
         kinds = {member.index: member.kinds for member in members}
         memory = StateMemory(shared, slices, kinds) if any(kinds.values()) else None
-        own: dict[int, list[OwnSlice]] = defaultdict(list)
-        for part in slices:
-            if part.owner == shared.rank:
-                piece = OwnSlice(part, shared.flat[part.bucket])
-                own[part.parameter].append(piece)
-                for key in kinds[part.parameter]:
-                    assert memory is not None
-                    piece.state[key] = memory.of_slice(part, key)
+        blocks = []
+        for block in cut:
+            if block[0].owner == shared.rank:
+                of_block = [(part, by_index[part.parameter]) for part in block]
+                blocks.append(Block(of_block, shared.flat[block[0].bucket], memory))
+                for part, member in of_block:
+                    member.own.append(part)
         for member in members:
             member.memory = memory
-            member.own = own[member.index]
-        inner = {**_settings_of(group), "params": _tensors(members)}
-        return inner, members
+        self._undivided.append(blocks)
+        self._blocks.append(list(blocks))
+        return {**_settings_of(group), "params": [block.tensor for block in blocks]}, members
 
     def _find_state(self, group: dict[str, Any], dtype: torch.dtype) -> dict[str, StateKind]:
         settings = _settings_of(group)
@@ -183,8 +180,8 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
         self._bind()
         assert self._inner is not None
         # Some optimizers have a state before the first step.
-        if any(self._inner.state[piece.tensor] for member in members for piece in member.own):
-            self._keep_state(members)
+        if any(self._inner.state[block.tensor] for block in self._all_blocks()):
+            self._keep_state()
         trial = self._class([torch.zeros(2)], **self._settings)
         if any(trial.state.values()):
             self._show_state(members)
@@ -234,12 +231,12 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
         for group, of_group in zip(self._inner_groups, settings, strict=True):
             group.update(of_group)
         self._inner_step(self._inner)
-        self._keep_state(self._members)
+        self._keep_state()
         if self._without_state:
             self._show_state([m for m in self._without_state if m.has_gradient])
 
     def _bind(self) -> None:
-        """Give the slices their gradients' memory, if that is new."""
+        """Give parameters and blocks their gradients' memory, if that is new."""
         shared = self._shared
         self._bound = shared.reducer.buckets
         gradients = [bucket.gradients for bucket in self._bound]
@@ -249,22 +246,43 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
             for index, view in zip(bucket.parameter_indices, bucket.views, strict=True)
         }
         for member in self._members:
-            member.bind(views[member.index], gradients)
+            member.bind(views[member.index])
+        for block in self._all_blocks():
+            block.bind(gradients)
+            block.show_gradient()
+
+    def _all_blocks(self) -> Iterator[Block]:
+        return chain.from_iterable(self._blocks)
+
+    def _divide(self, kind_of: Callable[[Member], object]) -> None:
+        """Divide blocks of parameters that are not of one kind, see Note [Slices in blocks]."""
+        assert self._inner is not None
+        for number, blocks in enumerate(self._blocks):
+            parts = [part for block in blocks for part in block.divided(kind_of, self._inner.state)]
+            self._blocks[number] = parts
+            self._inner_groups[number]["params"] = [block.tensor for block in parts]
+
+    def _show_gradients(self) -> None:
+        """Let the optimizer see the gradients of parameters that have one."""
+        self._divide(lambda member: member.has_gradient)
+        for block in self._all_blocks():
+            block.show_gradient()
 
     @torch.no_grad()
     def _take_gradients(self) -> None:
-        """Let the slices have the gradients that their parameters have."""
+        """Let the blocks have the gradients that their parameters have."""
         self._shared.bind()
         if self._bound is not self._shared.reducer.buckets:
             self._bind()
-        for member in self._members:
-            member.take_gradient()
+        changed = [member.take_gradient() for member in self._members]
+        if any(changed):
+            self._show_gradients()
 
-    def _keep_state(self, members: Iterable[Member]) -> None:
+    def _keep_state(self) -> None:
         """Move what the optimizer has made new into shared memory."""
         assert self._inner is not None
-        for member in members:
-            member.keep_state(self._inner.state, self._class.__name__)
+        for block in self._all_blocks():
+            block.keep_state(self._inner.state, self._class.__name__)
 
     def _show_state(self, members: Iterable[Member]) -> None:
         """Let `state` have the whole state of parameters that have one now."""
@@ -315,7 +333,8 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
         return self._norm(norm_type)
 
     def _norm(self, norm_type: float) -> torch.Tensor:
-        found = self._own_gradients()
+        # torch adds up float32 in float32, so of few elements at a time.
+        found = [part for own in self._own_gradients() for part in torch.split(own, NORM_ELEMENTS)]
         norms = [norm.double() for norm in torch._foreach_norm(found, norm_type)] if found else []
         own = torch.linalg.vector_norm(torch.stack(norms), norm_type).item() if norms else 0.0
         # Python's max would overlook some NaNs.
@@ -361,11 +380,9 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
 
     def _own_gradients(self) -> list[torch.Tensor]:
         return [
-            piece.gradient
-            for member in self._members
-            if member.has_gradient
-            for piece in member.own
-            if piece.gradient is not None
+            block.gradient
+            for block in self._all_blocks()
+            if block.has_gradient and block.gradient is not None
         ]
 
     def agree_on_overflow(self, found: Iterable[torch.Tensor], scale: float) -> None:
@@ -420,26 +437,29 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
             for layout in self._shared.layouts
             for index, start in layout.starts.items()
         }
+        states: dict[int, dict[str, Any]] = {}
         for member in self._members:
-            for piece in member.own:
-                self._inner.state.pop(piece.tensor, None)
             given = loaded.get(member.tensor)
-            if not given:
+            if given:
+                states[member.index] = member.load(
+                    given, starts[member.index], self._class.__name__
+                )
+            else:
                 self._without_state.append(member)
-                continue
-            states = member.load(given, starts[member.index], self._class.__name__)
-            for piece, state in zip(member.own, states, strict=True):
-                self._inner.state[piece.tensor] = state
+        self._inner.state.clear()
+        self._blocks = [list(blocks) for blocks in self._undivided]
+        self._divide(lambda member: states.get(member.index))
+        for block in self._all_blocks():
+            state = states.get(block.slices[0][1].index)
+            if state is not None:
+                block.set_state(self._inner.state, state)
+        self._bind()
         self._show_state([member for member in self._members if loaded.get(member.tensor)])
         self._shared.exchange(0)
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _tensors(members: Iterable[Member]) -> list[torch.Tensor]:
-    return [piece.tensor for member in members for piece in member.own]
 
 
 grad_scaler.install(NodeOptimizer)

@@ -82,21 +82,35 @@ class StateMemory:
         mapping = shared.allocate(size + total, ranges)
         self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
 
-    def of_slice(self, part: Slice, key: str) -> torch.Tensor:
-        """Return the memory of one key for a slice. Not collective."""
-        kind = self._kinds[part.parameter][key]
+    def of_slices(self, slices: Sequence[Slice], key: str) -> torch.Tensor:
+        """Return the memory of one key for neighbouring slices. Not collective.
+
+        A number is that of the first one.
+        """
+        first = slices[0]
+        kind = self._kinds[first.parameter][key]
         if not kind.per_element:
-            place = (part.number - self._first_number) * len(self._number_keys)
-            start = self._numbers_start + (place + self._number_keys[key]) * SLOT_BYTES
-            slot = self._bytes[start : start + kind.dtype.itemsize].view(kind.dtype)
-            return slot.view(kind.shape)
-        return self._flat(key, kind, part.bucket)[part.start : part.stop]
+            return self.numbers(slices, key)[0].view(kind.shape)
+        return self._flat(key, kind, first.bucket)[first.start : slices[-1].stop]
+
+    def numbers(self, slices: Sequence[Slice], key: str) -> torch.Tensor:
+        """Return the memory of a number for each of slices that are numbered in a row.
+
+        Not collective.
+        """
+        kind = self._kinds[slices[0].parameter][key]
+        row = self._bytes[self._numbers_start :].view(kind.dtype)
+        each = SLOT_BYTES // kind.dtype.itemsize
+        place = (slices[0].number - self._first_number) * len(self._number_keys)
+        start = (place + self._number_keys[key]) * each
+        step = len(self._number_keys) * each
+        return row[start : start + (len(slices) - 1) * step + 1 : step]
 
     def of_parameter(self, index: int, key: str) -> torch.Tensor:
         """Return the memory of one key for a whole parameter, in its shape. Not collective."""
         kind, first = self._kinds[index][key], self._first[index]
         if not kind.per_element:
-            return self.of_slice(first, key)
+            return self.of_slices([first], key)
         start = self._shared.layouts[first.bucket].starts[index]
         parameter = self._shared.parameters[index]
         return view_like(self._flat(key, kind, first.bucket), start, parameter).detach()

@@ -43,6 +43,8 @@ class UnevenSteps(Joinable):
 
         def _bind(self) -> None: ...
 
+        def _show_gradients(self) -> None: ...
+
         def _step_own(self, settings: Iterable[dict[str, Any]]) -> None: ...
 
         def _norm(self, norm_type: float) -> torch.Tensor: ...
@@ -79,7 +81,7 @@ class UnevenSteps(Joinable):
             self._bind()
             for member in self._members:
                 member.has_gradient = reducer.was_used_anywhere(member.index)
-                member.show_gradient()
+            self._show_gradients()
         self._follows = what not in ("step", "skip")
         if what == "step":
             with self._shared.stepping():

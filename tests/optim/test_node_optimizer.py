@@ -149,8 +149,10 @@ def test_models(case: Case) -> None:
             optimizer.zero_grad()
             loss_of(model, batch).backward()
             optimizer.step()
-    # A slice becomes dense when it is shared, and then torch rounds products otherwise.
-    assert_same_parameters(models[1][0], models[0][0], exact=case is not CASES["odd layouts"])
+    # A slice becomes dense when it is shared, and then torch rounds products otherwise. It rounds
+    # vectors of 16-bit elements otherwise than what is left over.
+    exact = case not in (CASES["odd layouts"], CASES["mixed dtypes"])
+    assert_same_parameters(models[1][0], models[0][0], exact, case.rounding)
 
 
 @pytest.mark.parametrize(
@@ -291,11 +293,12 @@ def test_gradients_and_norms() -> None:
         torch.equal(p.grad, q) for p, q in zip(model.parameters(), truth, strict=True)
     )
     for kind in (1.0, 2.0, 3.0, float("inf")):
-        expected = nn.utils.get_total_norm(truth, kind)
+        # torch's own norm of float32 is less exact.
+        expected = nn.utils.get_total_norm([g.double() for g in truth if g is not None], kind)
         norm = own.gradient_norm(kind)
         assert_same_bits([("norm", norm)])
         with together():
-            assert_close(norm, expected, f"norm {kind}")
+            assert_close(norm, expected.float(), f"norm {kind}", factor=4)
     found = own.gradients()
     with together():
         assert partial == (SIZE > 1)

@@ -67,8 +67,10 @@ def pair(
     )
 
 
-def assert_same_parameters(actual: nn.Module, expected: nn.Module, exact: bool = True) -> None:
-    """Assert equal parameters, to the last bit or to rounding. Collective."""
+def assert_same_parameters(
+    actual: nn.Module, expected: nn.Module, exact: bool = True, rounding: float = 0
+) -> None:
+    """Assert equal parameters, to the last bit or to rounding, see assert_close. Collective."""
     with together():
         for (name, own), (_, truth) in zip(
             actual.named_parameters(), expected.named_parameters(), strict=True
@@ -76,7 +78,7 @@ def assert_same_parameters(actual: nn.Module, expected: nn.Module, exact: bool =
             if exact:
                 assert torch.equal(own, truth), name
             else:
-                assert_close(own, truth, name, factor=10)
+                assert_close(own, truth, name, factor=10, rounding=rounding)
 
 
 def wide() -> nn.Module:
