@@ -32,6 +32,8 @@ _LONGEST = 2.0
 _SPEAKERS = 2
 # Seconds between two looks whether all ranks have come.
 _NAP = 0.0005
+# Before that it looks all the time: a duplicate takes several rounds of messages.
+_AWAKE = 0.01
 
 
 def duplicate(communicator: MPI.Intracomm, seconds: float, what: str) -> MPI.Intracomm:
@@ -54,7 +56,7 @@ def duplicate(communicator: MPI.Intracomm, seconds: float, what: str) -> MPI.Int
     waited, said_after = 0.0, settings.STALL_SECONDS.read_before_init()
     looked = time.monotonic()
     while not request.Test():
-        time.sleep(_NAP)
+        time.sleep(0 if waited < _AWAKE else _NAP)
         now = time.monotonic()
         waited += min(now - looked, _LONGEST)  # more: the job was stopped
         looked = now
