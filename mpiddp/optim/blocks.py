@@ -96,7 +96,6 @@ class Block:
         parts = [Block(run, self._flat, self._memory) for run in runs]
         state = states.pop(self.tensor, None)
         for part in parts:
-            part.gradient = None
             if self.gradient is not None:
                 at = part.start - self.start
                 part.gradient = self.gradient[at : at + part.tensor.numel()]
