@@ -1,6 +1,7 @@
 """Measure steps between hosts at several link rates, on hosts made of namespaces. Needs root.
 
     python benchmarks/between_hosts.py [--layouts 2x1 2x2 4x1] [--rates 1 2 10] [--output FOLDER]
+        [--models MODEL ...] [--set NAME=VALUE ...]
 
 The hosts come from tests/lab and share this machine's cores: compare within one layout and rate.
 The bound of a step is the larger of its compute (the same step under no_sync) and its wire time:
@@ -9,7 +10,8 @@ rate. A wire that is full all the time takes about 1.05 of that, the rest is pro
 "hidden" is the share of the wire time that overlaps with compute: of both together, less the step.
 Nothing can be sent before backward, so forward + wire is a second bound. For a model whose
 backward takes as long as the wire, nearly all of it could be hidden, if sending cost no core.
-With a hook that sends 16 bits the wire time is half.
+So one model has a backward that sleeps, as a thread does whose device computes; it is measured at
+the lowest rate alone. With a hook that sends 16 bits the wire time is half.
 
 "sent MB" is what the busiest host's link sent in a step, as the kernel counts it (acknowledgements
 count, too; headers once for each 64 KB that are handed over), and then over the bytes that the
@@ -40,11 +42,13 @@ from typing import Any
 
 from measuring import Record, ratio, show_ratio, table
 from names import FLATTENED, GLOO, GLOO_FP16, HOOKED, NAMES, OURS, OURS_FP16, OURS_MPI
-from workloads import EVEN, MODELS_BETWEEN_HOSTS
+from workloads import ELSEWHERE, EVEN, MODELS_BETWEEN_HOSTS
 
 HERE = Path(__file__).resolve().parent
 CLUSTER = HERE.parent / "tests" / "lab" / "cluster"
-MODELS = ("8 x Linear(1024)", "transformer")
+MODELS = ("8 x Linear(1024)", "transformer", EVEN, ELSEWHERE)
+# Their backward takes as long as the wire.
+MATCHED = (EVEN, ELSEWHERE)
 # What a Makefile or an mpirun around this may have set for one machine.
 LEFT_OUT = ("OMPI_", "PRTE_", "PMIX_", "PMI_", "MPIR_", "MPICH_")
 # For each rank. Open MPI's wheel prints an error for each window while it tries ucx.
@@ -158,6 +162,18 @@ def model_bytes(name: str) -> int:
     return sum(4 * parameter.numel() for parameter in model.parameters())
 
 
+def launches(
+    models: Sequence[str], hosts: int, gigabits: float, lowest: bool
+) -> Iterator[list[str]]:
+    """Yield what exposed.py gets after --models, for each time that it runs."""
+    plain = [name for name in models if name not in MATCHED]
+    if plain:
+        yield plain
+    for name in MATCHED:
+        if name in models and (lowest or name != ELSEWHERE):
+            yield [name, "--backward", str(wire_seconds(model_bytes(name), hosts, gigabits))]
+
+
 def report(result: Record) -> str:
     """Return the table of one model at one rate."""
     wire = own_wire_seconds(result, None)
@@ -202,6 +218,9 @@ def main() -> int:
     parser.add_argument("--rates", nargs="+", type=float, default=[1, 2, 10], metavar="GBIT")
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument(
+        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="variables for all ranks"
+    )
+    parser.add_argument(
         "--candidates",
         nargs="+",
         choices=NAMES,
@@ -214,8 +233,10 @@ def main() -> int:
         print("Making hosts needs root and unshare; nothing is measured.", file=sys.stderr)
         return 1
     args.output.mkdir(parents=True, exist_ok=True)
+    variables = dict(each.split("=", 1) for each in args.set)
+    FOR_RANKS.update(variables)
 
-    results: dict[str, Any] = {"between_hosts": []}
+    results: dict[str, Any] = {"variables": variables, "between_hosts": []}
     for layout in args.layouts:
         count, ranks = (int(number) for number in layout.split("x"))
         with hosts_up(count) as hosts, ungrouped_sessions():
@@ -225,8 +246,7 @@ def main() -> int:
                 program = [str(HERE / "exposed.py"), "--json", str(file)]
                 program += ["--seconds", str(args.seconds)]
                 program += ["--candidates", *args.candidates, "--models"]
-                wire = wire_seconds(model_bytes(EVEN), count, gigabits)
-                for models in (args.models, [EVEN, "--backward", str(wire)]):
+                for models in launches(args.models, count, gigabits, gigabits == min(args.rates)):
                     hosts.launch(count, ranks, [*program, *models], limit=120 + 20 * args.seconds)
                     measured = json.loads(file.read_text(encoding="utf-8"))
                     file.unlink()

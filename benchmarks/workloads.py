@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,37 @@ class Workload:
     Attributes:
         make: returns a new model and a batch for it, drawn from torch's random state.
         buffers: whether the classes of DDP synchronise the model's buffers at each forward.
+        sleeps: whether backward sleeps: `with_backward_of` then sets how long.
     """
 
     make: Callable[[], tuple[nn.Module, torch.Tensor]]
     buffers: bool = True
+    sleeps: bool = False
+
+
+class _Sleep(torch.autograd.Function):
+    """Hand a tensor on; in backward, sleep before its gradient is handed on."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradients[0], None
+
+
+class SleepingLinear(nn.Linear):
+    """A linear layer whose backward first sleeps, as a thread does while a device computes."""
+
+    seconds = 0.0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return what a linear layer does."""
+        outputs: torch.Tensor = _Sleep.apply(super().forward(inputs), self.seconds)
+        return outputs
 
 
 class Transformer(nn.Module):
@@ -68,8 +96,17 @@ MODELS = {
 
 # Many gradients, evenly over backward: what can be hidden at all is not left to the last layer.
 EVEN = "64 x Linear(512)"
+# The same, where backward needs no core: nothing is taken from it.
+ELSEWHERE = f"{EVEN}, backward sleeps"
 MODELS_BETWEEN_HOSTS = {
     EVEN: Workload(lambda: (linears(64, 512), torch.randn(128, 512))),
+    ELSEWHERE: Workload(
+        lambda: (
+            nn.Sequential(*(SleepingLinear(512, 512) for _ in range(64))),
+            torch.randn(8, 512),
+        ),
+        sleeps=True,
+    ),
     f"{EVEN}, bfloat16": Workload(
         lambda: (linears(64, 512).bfloat16(), torch.randn(128, 512).bfloat16())
     ),
@@ -94,7 +131,12 @@ def seconds_of_parts(model: nn.Module, inputs: torch.Tensor) -> tuple[float, flo
 
 
 def with_backward_of(workload: Workload, seconds: float) -> Workload:
-    """Return `workload` with a batch for which backward takes about `seconds`. Collective."""
+    """Return `workload` with a batch for which backward takes about `seconds`. Collective.
+
+    One whose backward sleeps gets longer sleeps, not a larger batch.
+    """
+    if workload.sleeps:
+        return _with_sleeps_of(workload, seconds)
     model, inputs = workload.make()
     for _ in range(2):  # time is not quite in proportion to the batch
         _, backward = seconds_of_parts(model, inputs)
@@ -105,3 +147,14 @@ def with_backward_of(workload: Workload, seconds: float) -> Workload:
         return workload.make()[0], inputs
 
     return Workload(make, workload.buffers)
+
+
+def _with_sleeps_of(workload: Workload, seconds: float) -> Workload:
+    def make() -> tuple[nn.Module, torch.Tensor]:
+        model, inputs = workload.make()
+        layers = [each for each in model.modules() if isinstance(each, SleepingLinear)]
+        for layer in layers:
+            layer.seconds = seconds / len(layers)
+        return model, inputs
+
+    return Workload(make, workload.buffers, workload.sleeps)
