@@ -37,6 +37,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "notes": notes.index,
     "one-machine": step_tables.one_machine,
     "between-hosts": step_tables.between_hosts,
+    "segments": step_tables.segments,
     "readme-table": step_tables.readme,
     "collectives": collective_tables.tables,
     "overlap": collective_tables.overlap,

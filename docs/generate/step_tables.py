@@ -118,6 +118,30 @@ def between_hosts() -> str:
     return "".join(parts)
 
 
+def segments() -> str:
+    """Return MPICH's steps with UCX's segments of TCP as they are, and larger."""
+    plain, larger = load("hosts-mpich"), load("hosts-mpich-segments")
+    pairs = zip(plain["between_hosts"], larger["between_hosts"], strict=True)
+    rows = [["hosts x ranks", "model", "mpiddp over Gloo", "the same with larger segments"]]
+    for pair in pairs:
+        first, second = pair
+        if first["model"] != second["model"] or first["nodes"] != second["nodes"]:
+            raise ValueError(f"{first['model']} and {second['model']}: not the same cells")
+        over_gloo = []
+        for record in pair:
+            measured = candidates(record, True)
+            steps = [measured[each]["synchronised"] for each in (OURS, GLOO)]
+            over_gloo.append(show_ratio(ratio(*steps)))
+        layout = f"{first['nodes']} x {first['ranks'] // first['nodes']}"
+        rows.append([layout, first["model"], *over_gloo])
+    variables = ", ".join(f"`{name}={value}`" for name, value in larger["variables"].items())
+    rate = plain["between_hosts"][0]["gigabits"]
+    return (
+        f"{describe(plain, 'hosts-mpich')} Links of {rate:g} Gbit/s, float32, whole steps. Larger "
+        f"segments: {variables}.\n\n{markdown(rows)}\n\n"
+    )
+
+
 def _costs(records: Iterable[Record], names: list[str]) -> list[list[str]]:
     """Return what each step costs besides time."""
     rows = [["hosts x ranks", "Gbit/s", "model", *names]]
