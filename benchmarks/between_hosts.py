@@ -162,6 +162,14 @@ def model_bytes(name: str) -> int:
     return sum(4 * parameter.numel() for parameter in model.parameters())
 
 
+def variable(text: str) -> tuple[str, str]:
+    """Return the name and the value in NAME=VALUE."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
+    return name, value
+
+
 def launches(
     models: Sequence[str], hosts: int, gigabits: float, lowest: bool
 ) -> Iterator[list[str]]:
@@ -218,7 +226,12 @@ def main() -> int:
     parser.add_argument("--rates", nargs="+", type=float, default=[1, 2, 10], metavar="GBIT")
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="variables for all ranks"
+        "--set",
+        nargs="+",
+        default=[],
+        type=variable,
+        metavar="NAME=VALUE",
+        help="variables for all ranks",
     )
     parser.add_argument(
         "--candidates",
@@ -233,7 +246,7 @@ def main() -> int:
         print("Making hosts needs root and unshare; nothing is measured.", file=sys.stderr)
         return 1
     args.output.mkdir(parents=True, exist_ok=True)
-    variables = dict(each.split("=", 1) for each in args.set)
+    variables = dict(args.set)
     FOR_RANKS.update(variables)
 
     results: dict[str, Any] = {"variables": variables, "between_hosts": []}

@@ -122,18 +122,25 @@ def segments() -> str:
     """Return MPICH's steps with UCX's segments of TCP as they are, and larger."""
     plain, larger = load("hosts-mpich"), load("hosts-mpich-segments")
     pairs = zip(plain["between_hosts"], larger["between_hosts"], strict=True)
-    rows = [["hosts x ranks", "model", "mpiddp over Gloo", "the same with larger segments"]]
-    for pair in pairs:
-        first, second = pair
-        if first["model"] != second["model"] or first["nodes"] != second["nodes"]:
+    rows = [
+        ["hosts x ranks", "model", "mpiddp over Gloo", "with larger segments", "Gloo over Gloo"]
+    ]
+    for first, second in pairs:
+        if any(first[key] != second[key] for key in ("model", "nodes", "ranks", "gigabits")):
             raise ValueError(f"{first['model']} and {second['model']}: not the same cells")
-        over_gloo = []
-        for record in pair:
-            measured = candidates(record, True)
-            steps = [measured[each]["synchronised"] for each in (OURS, GLOO)]
-            over_gloo.append(show_ratio(ratio(*steps)))
-        layout = f"{first['nodes']} x {first['ranks'] // first['nodes']}"
-        rows.append([layout, first["model"], *over_gloo])
+        steps = [
+            {name: candidates(record, True)[name]["synchronised"] for name in (OURS, GLOO)}
+            for record in (first, second)
+        ]
+        change = statistics.median(steps[1][GLOO]) / statistics.median(steps[0][GLOO])
+        rows.append(
+            [
+                f"{first['nodes']} x {first['ranks'] // first['nodes']}",
+                first["model"],
+                *(show_ratio(ratio(each[OURS], each[GLOO])) for each in steps),
+                f"{change:.2f}",
+            ]
+        )
     variables = ", ".join(f"`{name}={value}`" for name, value in larger["variables"].items())
     rate = plain["between_hosts"][0]["gigabits"]
     return (
