@@ -7,7 +7,7 @@ from mpi4py.libmpi cimport MPI_SUCCESS
 
 from mpiddp.engine.interface cimport (
     CHUNK_FINISHED, CHUNK_WAITS, ChannelState, ChunkProgress, EngineState, Job, Transport,
-    count_chunk, fail, note_end,
+    chunk_of, count_chunk, fail, note_end,
 )
 from mpiddp.system.kernels cimport element_bytes
 from mpiddp.system.posix cimport (
@@ -66,7 +66,7 @@ cdef int start_chunks(EngineState *state, ChannelState *channel) noexcept nogil:
         if job == NULL:
             return advanced
         bytes_of_element = max(element_bytes(job.element), transport.least_bytes)
-        count = min(job.count - job.started, transport.chunk_bytes // bytes_of_element)
+        count = chunk_of(job.count - job.started, transport.chunk_bytes // bytes_of_element)
         code = transport.start(transport, slot, job, job.started, count)
         if code != MPI_SUCCESS:
             fail(state, channel, code)

@@ -53,7 +53,7 @@ cdef struct Transport:
     # error code and leave the call's name in `call`), and the engine cuts the job and keeps
     # the window; or it moves whole jobs by itself (`announce`, `poll`, `advance`).
     size_t slots            # chunks that may be in flight at once, at most MAX_SLOTS
-    size_t chunk_bytes      # size of one chunk as it is sent
+    size_t chunk_bytes      # size of one chunk as it is sent; the last of a job may be longer
     size_t least_bytes      # what an element has at least when it is sent
     const char *call
     int (*start)(
@@ -119,6 +119,18 @@ cdef struct EngineState:
     int on_thread                   # whether the current step runs on the engine thread
     size_t heard                    # steps that moved something after news from a socket, lately
     size_t missed                   # and after a sleep that no socket ended
+
+
+cdef inline size_t chunk_of(size_t left, size_t chunk) noexcept nogil:
+    """How many of the elements that are left the next chunk has; a short rest joins the last one.
+
+    Small buckets are often a little longer than a chunk, and each chunk costs a round of messages.
+    """
+    return left if left <= longest_chunk(chunk) else chunk
+
+
+cdef inline size_t longest_chunk(size_t chunk) noexcept nogil:
+    return chunk + chunk // 4
 
 
 cdef inline void note_end(Job *job, double time) noexcept nogil:

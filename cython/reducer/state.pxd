@@ -25,7 +25,7 @@ cdef class ReducerState:
     cdef public object compression    # the 16-bit dtype of float32 and float64, or None
     cdef public object python_hook    # what moves the gradients, or None
     cdef readonly list post_backward_futures     # of hooks of the buffers
-    cdef object assign_buckets
+    cdef readonly object assign_buckets
     cdef readonly object describe_parameter
     cdef object report_missing
     cdef object timeout

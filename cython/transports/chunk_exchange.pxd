@@ -16,7 +16,7 @@ cdef enum ExchangePhase:
 cdef struct Level:
     # Ranks among which a chunk is cut into slices, one each.
     MPI_Comm exchange[2]    # for Ialltoallv, in the first pass and in the second
-    MPI_Comm gather[2]      # for Iallgather
+    MPI_Comm gather[2]      # for Iallgather and Iallgatherv
     size_t members
     size_t member           # this rank
 
@@ -41,8 +41,9 @@ cdef struct ExchangedChunk:
     char *received          # where it arrives
     char *means             # what the last collective gathers
     char **slices           # addresses of what is added
-    int *sizes              # bytes that go to each member, none to itself
-    int *places             # and where, in bytes
+    int *sizes              # bytes that go to each member, none to itself, or that it has added
+    int *own_sizes          # bytes that come from each member, none from itself
+    int *places             # where they lie, in bytes
 
 
 cdef struct ChunkExchange:

@@ -5,13 +5,14 @@ Note [Direct exchange]
 A chunk is cut into one slice a node. MPI_Ialltoallv brings each node all copies of its slice but
 its own, which stays where it is (MPI_Ialltoall would copy it). The node adds them in float32
 (float64 for float64), always in the order of the nodes, and divides. MPI_Iallgather hands the
-means round. So MPI adds nothing: elements travel in their own type, 16-bit ones in 16 bits, and
-the bits of the result depend on no MPI. A node sends as many bytes as in any other good
-all-reduce, in 2 (nodes - 1) messages.
+means round (MPI_Iallgatherv, where slices are not equally long). So MPI adds nothing: elements
+travel in their own type, 16-bit ones in 16 bits, and the bits of the result depend on no MPI. A
+node sends as many bytes as in any other good all-reduce, in 2 (nodes - 1) messages.
 
 With two levels these are fewer: the nodes form groups of equal size. The slices of a group's sum
 are exchanged among the nodes that have the same place in their groups, each cut into one slice
-a group; then both are gathered. The order of the sum is: in the group by node, then by group.
+a group; then both are gathered. All slices are equally long there, the last ones with zeros behind
+their elements. The order of the sum is: in the group by node, then by group.
 
 A 16-bit element is rounded where it is sent: as a rank's gradient (by the hook or by the model),
 as the sum of a node's ranks if there are several, as the sum of a group if there are two levels,
@@ -44,6 +45,7 @@ from mpi4py.libmpi cimport (
     MPI_STATUS_IGNORE,
     MPI_SUCCESS,
     MPI_Iallgather,
+    MPI_Iallgatherv,
     MPI_Ialltoallv,
     MPI_Test,
 )
@@ -90,8 +92,12 @@ cdef int set_up(
         chunk.request = MPI_REQUEST_NULL
         chunk.slices = <char **>calloc(members, sizeof(char *))
         chunk.sizes = <int *>calloc(members, sizeof(int))
+        chunk.own_sizes = <int *>calloc(members, sizeof(int))
         chunk.places = <int *>calloc(members, sizeof(int))
-        if chunk.slices == NULL or chunk.sizes == NULL or chunk.places == NULL:
+        if (
+            chunk.slices == NULL or chunk.sizes == NULL or chunk.own_sizes == NULL
+            or chunk.places == NULL
+        ):
             return -1
     return 0
 
@@ -101,13 +107,24 @@ cdef void clear(ChunkExchange *exchange) noexcept:
     for slot in range(MAX_SLOTS):
         free(exchange.slots[slot].slices)
         free(exchange.slots[slot].sizes)
+        free(exchange.slots[slot].own_sizes)
         free(exchange.slots[slot].places)
 
 
 cdef size_t slice_at(ChunkExchange *exchange, ExchangedChunk *chunk, size_t level) noexcept nogil:
-    """How many elements each member of a level adds."""
+    """How many elements lie between the slices of two members; nearly all have so many."""
     cdef size_t outer = slice_of(chunk.count, exchange.levels[0].members)
     return outer if level == 0 else slice_of(outer, exchange.levels[1].members)
+
+
+cdef size_t added_by(
+    ChunkExchange *exchange, ExchangedChunk *chunk, size_t level, size_t member
+) noexcept nogil:
+    """How many elements a member of a level adds."""
+    cdef size_t slice_ = slice_at(exchange, chunk, level)
+    if exchange.level_count > 1:
+        return slice_
+    return min(slice_, chunk.count - min(member * slice_, chunk.count))
 
 
 cdef void pad(
@@ -139,23 +156,34 @@ cdef int begin_step(ChunkExchange *exchange, ExchangedChunk *chunk) noexcept nog
     cdef size_t number = 2 * levels - 1 - chunk.step if gathers else chunk.step
     cdef size_t member
     cdef Level *level = &exchange.levels[number]
-    cdef int bytes_ = <int>(
-        slice_at(exchange, chunk, number) * element_bytes(chunk.job.element))
+    cdef int width = <int>element_bytes(chunk.job.element)
+    cdef int bytes_ = <int>slice_at(exchange, chunk, number) * width
+    cdef int own = <int>added_by(exchange, chunk, number, level.member) * width
+    cdef int equal = True
     chunk.phase = EXCHANGE_TRAVELS
-    if gathers:
+    for member in range(level.members):
+        chunk.sizes[member] = <int>added_by(exchange, chunk, number, member) * width
+        chunk.own_sizes[member] = own
+        chunk.places[member] = <int>member * bytes_
+        equal = equal and chunk.sizes[member] == bytes_
+    if gathers and equal:
         exchange.transport.call = "MPI_Iallgather"
         return MPI_Iallgather(
             MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, chunk.inner_room if number else chunk.means,
             bytes_, MPI_BYTE, level.gather[chunk.again], &chunk.request,
         )
-    for member in range(level.members):
-        chunk.sizes[member] = 0 if member == level.member else bytes_
-        chunk.places[member] = <int>member * bytes_
+    if gathers:
+        exchange.transport.call = "MPI_Iallgatherv"
+        return MPI_Iallgatherv(
+            MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, chunk.inner_room if number else chunk.means,
+            chunk.sizes, chunk.places, MPI_BYTE, level.gather[chunk.again], &chunk.request,
+        )
+    chunk.sizes[level.member] = chunk.own_sizes[level.member] = 0
     exchange.transport.call = "MPI_Ialltoallv"
     return MPI_Ialltoallv(
         chunk.inner_room if number else chunk.sent, chunk.sizes, chunk.places, MPI_BYTE,
-        chunk.other_inner_room if number else chunk.received, chunk.sizes, chunk.places, MPI_BYTE,
-        level.exchange[chunk.again], &chunk.request,
+        chunk.other_inner_room if number else chunk.received, chunk.own_sizes, chunk.places,
+        MPI_BYTE, level.exchange[chunk.again], &chunk.request,
     )
 
 
@@ -163,8 +191,8 @@ cdef void add_slices(ChunkExchange *exchange, ExchangedChunk *chunk, size_t numb
     """Add what has arrived at this level, and put it where the next collective sends it from."""
     cdef Level *level = &exchange.levels[number]
     cdef size_t bytes_of_element = element_bytes(chunk.job.element)
-    cdef size_t count = slice_at(exchange, chunk, number)
-    cdef size_t bytes_ = count * bytes_of_element
+    cdef size_t count = added_by(exchange, chunk, number, level.member)
+    cdef size_t bytes_ = slice_at(exchange, chunk, number) * bytes_of_element
     cdef char *received = chunk.other_inner_room if number else chunk.received
     cdef char *target = chunk.inner_room
     cdef double divisor = 1
@@ -260,7 +288,8 @@ cdef int start_exchange(
     chunk.sent = chunk.means = chunk.room
     chunk.received = chunk.other_room
     whole = exchange.levels[0].members * slice_at(exchange, chunk, 0)
-    if ranks == 1 and whole == count:
+    # Without levels nothing stands behind the elements, so no copy is needed.
+    if ranks == 1 and (whole == count or exchange.level_count == 1):
         chunk.sent = buffers[0] + first * bytes_of_element
         if not exchange.repeats:
             chunk.means = chunk.sent

@@ -22,7 +22,7 @@ from mpi4py.libmpi cimport MPI_SUCCESS
 
 from mpiddp.engine.interface cimport (
     ADVANCE_BLOCKED, ADVANCE_DONE, ADVANCE_FAILED, ADVANCE_PENDING, ADVANCE_SOME, CHUNK_FINISHED,
-    CHUNK_WAITS, Advance, ChunkProgress, Job, Transport,
+    CHUNK_WAITS, Advance, ChunkProgress, Job, Transport, chunk_of, longest_chunk,
 )
 from mpiddp.system.kernels cimport element_bytes
 from mpiddp.transports cimport wire
@@ -40,7 +40,7 @@ cdef size_t first_element(LaneState *state, Job *job, size_t chunk) noexcept nog
 
 cdef size_t elements_of(LaneState *state, Job *job, size_t chunk) noexcept nogil:
     cdef size_t first = first_element(state, job, chunk)
-    return min(state.shared.chunk_bytes // element_bytes(job.element), job.count - first)
+    return chunk_of(job.count - first, state.shared.chunk_bytes // element_bytes(job.element))
 
 
 cdef void announce_to_lane(Transport *transport, Job *job) noexcept nogil:
@@ -119,7 +119,8 @@ cdef class LaneTransport:
     Args:
         communicator: an mpi4py communicator of all ranks.
         node: its ranks that share memory with this one, used by nothing else.
-        chunk_bytes: size of a chunk in bytes of the bucket, a multiple of 64.
+        chunk_bytes: size of a chunk in bytes of the bucket, a multiple of 64; the last one of a
+            bucket may be a quarter longer.
         window: chunks in flight at once in each lane, 1 to 16.
         ways: how chunks travel between nodes, as for `Wire`.
         group: as for `Wire`, in nodes.
@@ -172,7 +173,9 @@ cdef class LaneTransport:
         Raises:
             OSError: some rank has too little memory; raised on all ranks of its node.
         """
-        buckets = SharedBuckets(self.node, sizes, self.state.shared.chunk_bytes)
+        chunk_bytes = self.state.shared.chunk_bytes
+        buckets = SharedBuckets(
+            self.node, sizes, chunk_bytes, longest_chunk(chunk_bytes) - chunk_bytes)
         return buckets.memories(sizes, self.state.shared.rank)
 
     def free(self):

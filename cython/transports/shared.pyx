@@ -306,18 +306,19 @@ cdef class SharedBuckets:
         node: an mpi4py communicator whose ranks share memory.
         sizes: of the buckets in bytes, the same on all ranks.
         chunk_bytes: size of a chunk in bytes.
+        longer: how many bytes more than that the last chunk of a bucket may have.
 
     Raises:
         OSError: some rank cannot make or map some memory; raised on all ranks.
     """
 
-    def __init__(self, node, sizes, size_t chunk_bytes):
+    def __init__(self, node, sizes, size_t chunk_bytes, size_t longer=0):
         cdef size_t ranks = node.Get_size()
         cdef size_t index, rank, place, chunks
         cdef Mapping mapping
         cdef SharedBucket *bucket
         self.chunk_bytes = chunk_bytes
-        chunk_counts = [-(-size // chunk_bytes) for size in sizes]
+        chunk_counts = [max(-(-(size - longer) // chunk_bytes), size > 0) for size in sizes]
         # First the meetings, used in rank 0's piece only; then the gradients.
         meetings = [sizeof(Meeting) + _whole_lines(4 * chunks) for chunks in chunk_counts]
         self.mappings = shared_memory.allocate(

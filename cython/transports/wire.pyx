@@ -10,7 +10,7 @@ from libc.stdlib cimport free
 
 from mpi4py.libmpi cimport MPI_Comm
 
-from mpiddp.engine.interface cimport MAX_SLOTS
+from mpiddp.engine.interface cimport MAX_SLOTS, longest_chunk
 from mpiddp.mpi.errors cimport check_errno
 from mpiddp.system.kernels cimport element_bytes
 from mpiddp.transports cimport chunk_exchange, chunk_sums
@@ -66,7 +66,8 @@ cdef class Wire:
 
     Args:
         communicator: an mpi4py intracommunicator, used by nothing else.
-        chunk_bytes: the largest chunk in bytes of the bucket; a multiple of 64.
+        chunk_bytes: size of a chunk in bytes of the bucket, a multiple of 64; one may be a quarter
+            longer.
         window: chunks in flight at once, 1 to 16.
         ways: for elements of 2, 4 and 8 bytes, which chunks take which way: pairs of a smallest
             size in bytes, 0 or a power of two, and one of `wire_choice.WAYS`, the smallest first.
@@ -145,21 +146,22 @@ cdef class Wire:
         """Get the memory for chunks; errors of MPI will be left in `transport`."""
         cdef void *memory = NULL
         # Where MPI adds, 16-bit elements become float32.
-        cdef size_t bytes_ = 2 * self.chunk_bytes
+        cdef size_t longest = (longest_chunk(self.chunk_bytes) + ALIGNMENT - 1) & -ALIGNMENT
+        cdef size_t bytes_ = 2 * longest
         cdef size_t room = 2 * bytes_
         cdef ChunkExchange *exchange
         cdef size_t way
         for way in range(2):
             exchange = &self.state.exchanges[way]
             if exchange.level_count:
-                room = max(room, chunk_exchange.room_needed(exchange, self.chunk_bytes))
+                room = max(room, chunk_exchange.room_needed(exchange, longest))
         check_errno(posix_memalign(&memory, ALIGNMENT, self.window * room), "posix_memalign")
         self.memory = <char *>memory
         chunk_sums.set_up(&self.state.sums, transport, self.memory, self.window, room, bytes_)
         for way in range(2):
             exchange = &self.state.exchanges[way]
             if exchange.level_count and chunk_exchange.set_up(
-                exchange, transport, self.memory, self.window, room, self.chunk_bytes
+                exchange, transport, self.memory, self.window, room, longest
             ):
                 raise MemoryError
 

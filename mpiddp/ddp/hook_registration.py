@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -29,6 +29,7 @@ class HookRegistration(TorchWrapper):
     reducer: TorchReducer  # type: ignore[assignment]  # answers to the same calls as torch's
     logger: Logger
     _precision_on_cpu: Any
+    _bucket_size_limits: Callable[..., Sequence[int]]
 
     @logs_errors
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -83,6 +84,10 @@ class HookRegistration(TorchWrapper):
 
     def _install_hook(self, hook: Callable[..., Any], state: object) -> None:
         if comm_hooks.runs_in_python(hook, state, self.process_group):
+            # From the next time on that buckets are built, which is after the first backward.
+            self.reducer.assign_buckets.size_limits = list(
+                self._bucket_size_limits(self.reducer.channel, with_python=True)
+            )
             self.reducer.call_hook(hook_caller(hook, state))
         else:
             self.reducer.compress(comm_hooks.wire_dtype(hook))

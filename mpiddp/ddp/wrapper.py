@@ -261,8 +261,10 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
             )
 
         channels = group.acquire_channels(self._transport, parameters)
-        limits = self._bucket_size_limits(next(iter(channels.values())))
-        self.bucket_bytes_cap = limits[-1]  # torch.compile ends its graphs where buckets end
+        channel = next(iter(channels.values()))
+        limits = self._bucket_size_limits(channel)
+        # torch.compile ends its graphs where buckets of this size would end.
+        self.bucket_bytes_cap = self._bucket_size_limits(channel, with_python=True)[-1]
         dtypes = None
         if self._precision_on_cpu is None:
             dtypes = gradient_dtypes(self.mixed_precision, parameters)
@@ -370,16 +372,16 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
         ]
         self._default_broadcast_coalesced(tensors, self.broadcast_bucket_size)
 
-    def _bucket_size_limits(self, channel: Channel) -> Sequence[int]:
+    def _bucket_size_limits(self, channel: Channel, *, with_python: bool = False) -> Sequence[int]:
         """Return the sizes of the first, second ... bucket in bytes; the last holds for the rest.
 
-        Given sizes hold, as in torch's class.
+        Given sizes hold, as in torch's class. `with_python` as in `default_bucket_bytes`.
         """
         if self.bucket_bytes_cap_list:
             return self.bucket_bytes_cap_list
         if not self._default_bucket_sizes:
             return [self.bucket_bytes_cap]
-        return default_bucket_bytes(channel)
+        return default_bucket_bytes(channel, with_python=with_python)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Record statistics in the first 10 iterations, then every `sample_rate`. Not collective.

@@ -45,17 +45,20 @@ class TestCounters:
             assert counted["thread_chunks"] <= counted["chunks"]
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-    def test_large_bucket_travels_in_chunks(self, dtype: torch.dtype) -> None:
-        elements_a_chunk = CHUNK_BYTES // max(dtype.itemsize, 4)
-        # Exactly two chunks of gradients; the flags behind them make a third.
-        model = nn.Linear(elements_a_chunk, 2, bias=False, dtype=dtype)
+    @pytest.mark.parametrize(("quarters", "chunks"), [(8, 2), (10, 3)])
+    def test_large_bucket_travels_in_chunks(
+        self, dtype: torch.dtype, quarters: int, chunks: int
+    ) -> None:
+        """The flags behind the gradients are few: they join the last chunk. A half does not."""
+        columns = CHUNK_BYTES // max(dtype.itemsize, 4) // 4
+        model = nn.Linear(columns, quarters, bias=False, dtype=dtype)
         wrapped = DDP(model, transport="mpi")
-        wrapped(torch.ones(1, elements_a_chunk, dtype=dtype)).sum().backward()
+        wrapped(torch.ones(1, columns, dtype=dtype)).sum().backward()
         engine = wrapped.process_group.engine
         before = engine.counters
-        wrapped(torch.ones(1, elements_a_chunk, dtype=dtype)).sum().backward()
+        wrapped(torch.ones(1, columns, dtype=dtype)).sum().backward()
         assert engine.counters["submitted"] - before["submitted"] == 1
-        assert engine.counters["chunks"] - before["chunks"] == (3 if size() > 1 else 0)
+        assert engine.counters["chunks"] - before["chunks"] == (chunks if size() > 1 else 0)
         assert model.weight.grad is not None
         assert (model.weight.grad == 2).all()
 

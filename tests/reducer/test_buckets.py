@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import GivenGradients, mlp
 from replicas import (
     RANK,
@@ -40,12 +41,35 @@ def model_of(*nbytes: int) -> GivenGradients:
 def test_default_sizes(transport):
     """From the last parameter to the first; smaller buckets where they are sent."""
     wrapped = DDP(model_of(*[MIB] * 28), init_sync=False, transport=transport)
-    size = 4 if transport == "mpi" and SIZE > 1 else 25
-    expected = [[27]]
-    for last in range(26, -1, -size):
-        expected.append(list(range(last, max(last - size, -1), -1)))
+    size = 1 if transport == "mpi" and SIZE > 1 else 25
     with together():
-        assert assignment(wrapped) == expected
+        assert assignment(wrapped) == in_buckets_of(size)
+
+
+@pytest.mark.parametrize("transport", ["shared", "mpi"])
+def test_default_sizes_with_a_hook_in_python(transport):
+    """Each bucket is a call, so there are fewer, when buckets are built anew."""
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model = model_of(*[MIB] * 28)
+    wrapped = DDP(model, init_sync=False, transport=transport)
+    wrapped.register_comm_hook(None, hook)
+    for _ in range(2):
+        gradients = {name: torch.ones(MIB // 4) for name, _ in model.named_parameters()}
+        wrapped(gradients).backward()
+    size = 4 if transport == "mpi" and SIZE > 1 else 25
+    with together():
+        assert assignment(wrapped) == in_buckets_of(size)
+
+
+def in_buckets_of(size: int) -> list[list[int]]:
+    """Return the buckets of 28 parameters of 1 MiB each, of which the first bucket has one."""
+    rest = range(26, -1, -size)
+    return [[27], *(list(range(last, max(last - size, -1), -1)) for last in rest)]
 
 
 def test_size_given():
