@@ -377,11 +377,9 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
 
         Given sizes hold, as in torch's class. `with_python` as in `default_bucket_bytes`.
         """
-        if self.bucket_bytes_cap_list:
-            return self.bucket_bytes_cap_list
-        if not self._default_bucket_sizes:
-            return [self.bucket_bytes_cap]
-        return default_bucket_bytes(channel, with_python=with_python)
+        if self._default_bucket_sizes and not self.bucket_bytes_cap_list:
+            return default_bucket_bytes(channel, with_python=with_python)
+        return self.bucket_bytes_cap_list or [self.bucket_bytes_cap]
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Record statistics in the first 10 iterations, then every `sample_rate`. Not collective.
