@@ -221,7 +221,10 @@ class GradientAverage:
         }
         self._dense = SparseAsDense(watched) if watched else None
         channels = group.acquire_channels(requested_transport(None), self.parameters)
-        limits = default_bucket_bytes(next(iter(channels.values())))
+        limits = default_bucket_bytes(
+            next(iter(channels.values())),
+            with_python=settings.compression not in (Compression.none, Compression.fp16),
+        )
         if self._threshold is not None:
             limits = [self._threshold]
         by_size = BucketAssignment(self.parameters, expect_sparse, limits, group)
