@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 # Between nodes the wire is idle until a bucket is full, and what the last ones hold is sent when
 # backward is over: 4 MiB instead of torch's 25 took a fifth off a step between two hosts. 1 MiB, as
-# much as a chunk, hid 6 to 11 % more of the wire (64 x Linear(512), 1 Gbit/s), and took up to 4 %
-# longer where the cores limit (10 Gbit/s). Where each bucket costs a call in Python or ends a
-# compiled graph, 4 MiB stay. Inside a node it makes no difference.
+# much as a chunk, hid 6 to 11 points more of the wire (64 x Linear(512), 1 Gbit/s); a
+# step took up to 4 % longer where the cores limit (10 Gbit/s). Where each bucket costs a call in
+# Python or ends a compiled graph, 4 MiB stay. Inside a node it makes no difference.
 BUCKET_BYTES_BETWEEN_NODES = 1 << 20
 BUCKET_BYTES_WITH_PYTHON = 4 << 20
 BUCKET_BYTES_INSIDE_NODE = 25 << 20
