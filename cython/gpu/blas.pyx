@@ -154,7 +154,7 @@ def _library_of(Runtime runtime):
     if dlsym(runtime.handle, wanted) != NULL:
         return runtime.library
     name = _LIBRARIES[runtime.prefix]
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", errors="surrogateescape") as maps:
         for line in maps:
             path = line.rstrip().partition("/")[2]
             if path.rpartition("/")[2] == name:

@@ -360,7 +360,7 @@ def runtime_of(device):
 
 def _path_of(name):
     """Return the path of a library that this process has loaded. Not collective."""
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", errors="surrogateescape") as maps:
         for line in maps:
             path = line.rstrip().partition("/")[2]
             if path.rpartition("/")[2] == name:

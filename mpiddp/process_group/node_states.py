@@ -150,7 +150,7 @@ def _how(began: float, ended: float) -> str:
 def _stat(number: int) -> tuple[str, str]:
     """Return the state of a process, and when it began; "" if there is none."""
     try:
-        with open(f"/proc/{number}/stat") as file:
+        with open(f"/proc/{number}/stat", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
     except OSError:
         return "", ""

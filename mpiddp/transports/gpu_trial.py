@@ -187,8 +187,9 @@ def _session(leader: int) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # pid (name) state ppid pgrp session ...; the name may hold anything
-            state, _, _, session = entry.read_text().rpartition(")")[2].split()[:4]
+            # pid (name) state ppid pgrp session ...; the name may hold any bytes
+            fields = entry.read_text(errors="replace").rpartition(")")[2].split()
+            state, _, _, session = fields[:4]
             if int(session) == leader and state not in "ZX":
                 found.append(int(entry.parent.name))
     return found

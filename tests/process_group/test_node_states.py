@@ -4,11 +4,16 @@ Each test starts a job of its own.
 """
 
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import mpirun
 import pytest
+
+from mpiddp.process_group import node_states
+from mpiddp.transports import gpu_trial
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -132,3 +137,26 @@ def test_without_a_thread(tmp_path: Path) -> None:
         stalls[0],
         re.IGNORECASE,
     )
+
+
+def test_a_process_whose_name_is_no_text() -> None:
+    """The kernel cuts names after 15 bytes, which may be inside of a letter."""
+    source = (
+        "import ctypes, time\n"
+        "PR_SET_NAME = 15\n"
+        r"ctypes.CDLL(None).prctl(PR_SET_NAME, b'other) \xc3')"
+        "\n"
+        "print(flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", source]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert Path(f"/proc/{process.pid}/comm").read_bytes() == b"other) \xc3\n"
+            assert node_states._stat(process.pid)[0] in ("R", "S")
+            assert gpu_trial._session(process.pid) == [process.pid]
+            assert mpirun._session(process.pid) == [process.pid]
+        finally:
+            process.kill()
