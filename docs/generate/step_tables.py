@@ -69,7 +69,7 @@ def _exposed_rows(records: Iterable[Record], views: bool) -> list[list[str]]:
             continue
         shown = shown or [name for name in BESIDE if name in measured]
         ours = exposed(measured[OURS])
-        cells = [_exposed_cell(measured[name], ours) for name in shown]
+        cells = [_exposed_cell(measured[name], ours) if name in measured else "" for name in shown]
         rows.append(
             [record["model"], milliseconds(alone(record)), f"**{milliseconds(ours)}**", *cells]
         )
@@ -120,8 +120,10 @@ def between_hosts() -> str:
 
 def segments() -> str:
     """Return MPICH's steps with UCX's segments of TCP as they are, and larger."""
-    plain, larger = load("hosts-mpich"), load("hosts-mpich-segments")
-    pairs = zip(plain["between_hosts"], larger["between_hosts"], strict=True)
+    plain, larger = load("mpich"), load("hosts-mpich-segments")
+    rate = larger["between_hosts"][0]["gigabits"]
+    cells = [record for record in plain["between_hosts"] if record["gigabits"] == rate]
+    pairs = zip(cells, larger["between_hosts"], strict=True)
     rows = [
         ["hosts x ranks", "model", "mpiddp over Gloo", "with larger segments", "Gloo over Gloo"]
     ]
@@ -142,10 +144,9 @@ def segments() -> str:
             ]
         )
     variables = ", ".join(f"`{name}={value}`" for name, value in larger["variables"].items())
-    rate = plain["between_hosts"][0]["gigabits"]
     return (
-        f"{describe(plain, 'hosts-mpich')} Links of {rate:g} Gbit/s, float32, whole steps. Larger "
-        f"segments: {variables}.\n\n{markdown(rows)}\n\n"
+        f"{describe(larger, 'hosts-mpich-segments')} Links of {rate:g} Gbit/s, float32, whole "
+        f"steps. Larger segments: {variables}.\n\n{markdown(rows)}\n\n"
     )
 
 

@@ -171,6 +171,23 @@ def test_buckets_are_reduced_while_backward_runs(compression, monkeypatch):
         assert min(seen) >= 4
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(("compression", "buckets"), [(hvd.Compression.none, 3), (Upper, 2)])
+def test_default_sizes_where_messages_are_sent(compression, buckets, monkeypatch):
+    """1 MiB; 4 MiB after the first bucket, where each bucket costs work in Python."""
+    monkeypatch.setenv("MPIDDP_TRANSPORT", "mpi")
+    monkeypatch.delenv("HOROVOD_FUSION_THRESHOLD", raising=False)
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3)))
+    ours = distributed(model, compression=compression)
+    for _ in range(2):
+        model(torch.ones(1, 512)).sum().backward()
+        ours.step()
+        ours.zero_grad()
+    (average,) = ours._averages
+    with together():
+        assert len(average.reducer.buckets) == buckets
+
+
 def test_fusion_threshold(monkeypatch):
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "a lot")
     if SIZE > 1:
