@@ -1,9 +1,11 @@
 # Set up, train, test and check. `make help` lists the targets and the variables.
 #
 # Everything goes into a virtual environment, one for each MPI: both wheels own
-# bin/mpirun. Stamp files in it say what is up to date.
+# bin/mpirun. Stamp files in it say what is up to date. Another torch than that of
+# constraints.txt may take gigabytes: it lies outside of the clone, once for all environments.
 
 MPI ?= openmpi
+TORCH ?=
 NP ?= 2
 ARGS ?=
 PYTHON ?= python3
@@ -15,6 +17,21 @@ else ifeq ($(MPI),mpich)
 VENV := .venv-mpich
 else
 $(error MPI=$(MPI) is unknown: choose MPI=openmpi or MPI=mpich)
+endif
+
+# What all environments install, and where: constraints.txt, or its lines that suit another torch.
+CONSTRAINTS := constraints.txt
+EXTRAS := examples,test,lint
+TORCH_FOLDER :=
+ifneq ($(TORCH),)
+ENVIRONMENTS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/mpiddp
+# A folder holds one torch for one kind of Python, and its name says so.
+TORCH_KIND := $(shell { echo '$(TORCH)'; $(PYTHON) -c 'import sysconfig as s; \
+	print(s.get_platform(), s.get_config_var("SOABI"))'; } | sha256sum | cut -c -12)
+TORCH_FOLDER := $(ENVIRONMENTS)/torch-$(TORCH)-$(TORCH_KIND)
+VENV := $(VENV)-torch-$(TORCH)
+CONSTRAINTS := $(VENV)/constraints.txt
+EXTRAS := examples,test
 endif
 
 CREATED := $(VENV)/.created
@@ -43,6 +60,8 @@ export OMPI_MCA_mpi_yield_when_idle ?= 1
 export OMP_NUM_THREADS ?= 1
 # Open MPI's wheel prints an error for every shared window while it tries this component.
 export OMPI_MCA_osc ?= ^ucx
+# And sleeps for a second in each MPI_Init while it tries this one.
+export OMPI_MCA_btl ?= ^ofi
 # Open MPI runs as root only when told twice.
 ifeq ($(shell id -u),0)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
@@ -68,6 +87,7 @@ help:
 	@echo 'make clean    remove what was built; the environments stay'
 	@echo
 	@echo 'MPI=openmpi   the MPI, openmpi (in .venv) or mpich (in .venv-mpich), now: $(MPI)'
+	@echo 'TORCH=2.15.0  another torch than that of constraints.txt, for train, test and bench'
 	@echo 'NP=2          the ranks to train on, now: $(NP)'
 	@echo 'PYTHON=...    the Python to create the environment with, now: $(PYTHON)'
 
@@ -156,7 +176,7 @@ docs: $(DOCUMENTING)
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis tests/support/.hypothesis
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
-	rm -f .venv/.installed .venv-mpich/.installed
+	rm -f .venv*/.installed
 
 # Written for any Python: an old one must get as far as the message.
 define CHECK_PYTHON
@@ -198,32 +218,55 @@ except (OSError, ValueError):
     pass
 endef
 
+ifeq ($(TORCH),)
 $(REQUIREMENTS): export FIND_TORCH := $(value FIND_TORCH)
 $(REQUIREMENTS): constraints.txt $(CREATED)
 	@echo 'Installing PyTorch, mpi4py and $(MPI) into $(VENV) (minutes, once)'
-	@$(PIP) install -c constraints.txt torch \
+	@$(PIP) install -c $(CONSTRAINTS) torch \
 		$$($(BIN)/python -c "$$FIND_TORCH" '$(TORCH_INDEX)')
-	@$(PIP) install -c constraints.txt $(MPI) mpi4py Cython setuptools
+	@$(PIP) install -c $(CONSTRAINTS) $(MPI) mpi4py Cython setuptools
 	@touch $@
+else
+# The version that was asked for, whatever the site prefers. The name comes last: it is whole then.
+$(TORCH_FOLDER): export FIND_TORCH := $(value FIND_TORCH)
+$(TORCH_FOLDER): | $(CREATED)
+	@echo 'Installing PyTorch $(TORCH) into $@ (minutes, once)'
+	@mkdir -p $(ENVIRONMENTS) && rm -rf $@.part
+	@PIP_CONSTRAINT=/dev/null $(PIP) install --no-cache-dir --target $@.part torch==$(TORCH) \
+		$$($(BIN)/python -c "$$FIND_TORCH" '$(TORCH_INDEX)')
+	@mv $@.part $@
+
+# This torch says which setuptools it takes.
+$(CONSTRAINTS): constraints.txt $(CREATED)
+	@sed -E '/^(torch|setuptools)==/d' constraints.txt >$@
+
+$(REQUIREMENTS): $(CONSTRAINTS) | $(TORCH_FOLDER)
+	@echo 'Installing mpi4py and $(MPI) into $(VENV), beside PyTorch $(TORCH)'
+	@echo '$(TORCH_FOLDER)' >"$$($(BIN)/python -c \
+		'import sysconfig; print(sysconfig.get_path("purelib"))')/torch-folder.pth"
+	@PIP_CONSTRAINT=/dev/null $(PIP) install -c $(CONSTRAINTS) \
+		torch==$(TORCH) $(MPI) mpi4py Cython 'setuptools>=77'
+	@touch $@
+endif
 
 $(INSTALLED): $(REQUIREMENTS) $(SOURCES)
 	@echo 'Compiling and installing mpiddp into $(VENV)'
-	@$(PIP) install -c constraints.txt --no-build-isolation '.[examples,test,lint]'
+	@$(PIP) install -c $(CONSTRAINTS) --no-build-isolation '.[$(EXTRAS)]'
 	@touch $@
 
 # Only what is drawn needs it, so nothing else waits for it or fails without it.
 $(PLOTTING): $(INSTALLED)
-	@$(PIP) install -c constraints.txt matplotlib && touch $@ || echo 'Going on without plots'
+	@$(PIP) install -c $(CONSTRAINTS) matplotlib && touch $@ || echo 'Going on without plots'
 
 # Of pyproject.toml's "libraries". DeepSpeed's set-up asks the torch that is there.
 $(LIBRARIES): constraints.txt $(REQUIREMENTS)
 	@echo 'Installing what tests/libraries tries into $(VENV)'
-	@DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PIP) install -c constraints.txt --no-build-isolation \
+	@DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PIP) install -c $(CONSTRAINTS) --no-build-isolation \
 		deepspeed transformers
 	@touch $@
 
 # mkdocs reads the sources of mpiddp and imports none: it needs no compiler and no MPI.
 $(DOCUMENTING): constraints.txt $(CREATED)
 	@echo 'Installing MkDocs into $(VENV)'
-	@$(PIP) install -c constraints.txt mkdocs-material 'mkdocstrings[python]'
+	@$(PIP) install -c $(CONSTRAINTS) mkdocs-material 'mkdocstrings[python]'
 	@touch $@
