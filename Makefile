@@ -49,7 +49,9 @@ SOURCES := setup.py pyproject.toml \
 BIN := $(VENV)/bin
 # For programs that look for others: setup.py for mpicc, cython-lint for pycodestyle.
 WITH_PATH := PATH="$(CURDIR)/$(BIN):$$PATH"
-PIP := $(WITH_PATH) $(BIN)/python -m pip --disable-pip-version-check --quiet
+# With TORCH it is this version that was asked for, whatever the site's pip is set to.
+PIP := $(if $(TORCH),PIP_CONSTRAINT=/dev/null) $(WITH_PATH) \
+	$(BIN)/python -m pip --disable-pip-version-check --quiet
 unexport MPICC PYTHONHOME PYTHONPATH
 
 # One machine may have fewer cores than ranks. So no rank is tied to a core, and one that
@@ -227,25 +229,24 @@ $(REQUIREMENTS): constraints.txt $(CREATED)
 	@$(PIP) install -c $(CONSTRAINTS) $(MPI) mpi4py Cython setuptools
 	@touch $@
 else
-# The version that was asked for, whatever the site prefers. The name comes last: it is whole then.
+# The name comes last: what has it is whole.
 $(TORCH_FOLDER): export FIND_TORCH := $(value FIND_TORCH)
 $(TORCH_FOLDER): | $(CREATED)
 	@echo 'Installing PyTorch $(TORCH) into $@ (minutes, once)'
 	@mkdir -p $(ENVIRONMENTS) && rm -rf $@.part
-	@PIP_CONSTRAINT=/dev/null $(PIP) install --no-cache-dir --target $@.part torch==$(TORCH) \
+	@$(PIP) install --no-cache-dir --target $@.part torch==$(TORCH) \
 		$$($(BIN)/python -c "$$FIND_TORCH" '$(TORCH_INDEX)')
 	@mv $@.part $@
 
 # This torch says which setuptools it takes.
 $(CONSTRAINTS): constraints.txt $(CREATED)
-	@sed -E '/^(torch|setuptools)==/d' constraints.txt >$@
+	@sed -E '/^setuptools==/d; s/^torch==.*/torch==$(TORCH)/' constraints.txt >$@
 
 $(REQUIREMENTS): $(CONSTRAINTS) | $(TORCH_FOLDER)
 	@echo 'Installing mpi4py and $(MPI) into $(VENV), beside PyTorch $(TORCH)'
 	@echo '$(TORCH_FOLDER)' >"$$($(BIN)/python -c \
 		'import sysconfig; print(sysconfig.get_path("purelib"))')/torch-folder.pth"
-	@PIP_CONSTRAINT=/dev/null $(PIP) install -c $(CONSTRAINTS) \
-		torch==$(TORCH) $(MPI) mpi4py Cython 'setuptools>=77'
+	@$(PIP) install -c $(CONSTRAINTS) torch $(MPI) mpi4py Cython 'setuptools>=77'
 	@touch $@
 endif
 
