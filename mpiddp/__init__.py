@@ -47,9 +47,13 @@ from mpiddp.rendezvous.world import (  # noqa: E402
     get_topology,
     init_process_group,
 )
+from mpiddp.torch_internals.versions import (  # noqa: E402
+    declare_self_recording as _declare_self_recording,
+)
 from mpiddp.version import __version__  # noqa: E402
 
 _Backend.register_backend(BACKEND, create_process_group, extended_api=True, devices=["cpu", "cuda"])
+_declare_self_recording(BACKEND)
 _patches.install()
 _losses.avoid_shared_memory_of_mpi()
 _libfabric.leave_out_sockets()

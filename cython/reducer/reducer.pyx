@@ -23,11 +23,6 @@ the last one in the parameter's dictionary, which autograd reads when the gradie
 may be added at any time, so this is checked before each backward and, for hooks that are added
 after that, in ours. Where ours is not the last, it moves to the end, and in this one backward the
 gradient is taken at the end.
-
-Note [Skipped buckets]
-~~~~~~~~~~~~~~~~~~~~~~
-With `skip_unused`, buckets that no rank used in the first reduction are never launched again: all
-ranks know them from the flags. Using one later is an error, where torch's class would hang.
 """
 
 from cpython.dict cimport PyDict_Next, PyDict_Size
@@ -44,6 +39,7 @@ from mpiddp.engine.progress cimport job_is_done
 from mpiddp.reducer.bucket cimport INCOMPLETE, MISSED, Bucket
 from mpiddp.reducer.bucket_views cimport copy_fast
 from mpiddp.reducer.gpu_bucket cimport GpuBucket
+from mpiddp.reducer.lazy cimport release, release_unused
 from mpiddp.reducer.state cimport ParameterState, ReducerState
 from mpiddp.system.helpers cimport has_helpers
 from mpiddp.system.posix cimport now
@@ -189,6 +185,8 @@ cdef class Reducer(ReducerState):
             index for index in range(len(self.parameters)) if self.states[index].expected == 0
         ]
         self._reset_counting()
+        if self.lazy_buckets:
+            release_unused(self)
         if problem is not None:
             raise problem
 
@@ -318,7 +316,7 @@ cdef class Reducer(ReducerState):
     # The end of backward.
 
     def end_of_backward(self):
-        """Wait for the buckets and write the means. Autograd's final callback.
+        """Launch what is left, wait for the buckets and write the means. Autograd's final callback.
 
         Collective.
 
@@ -326,8 +324,6 @@ cdef class Reducer(ReducerState):
             RuntimeError: an all-reduce failed, or some rank did not take part in it
                 within the group's timeout.
         """
-        cdef Bucket bucket
-        cdef Py_ssize_t index
         self.callback_queued = False
         if not self.expecting:
             return
@@ -341,6 +337,16 @@ cdef class Reducer(ReducerState):
             else:
                 unused.contribute(self)
         self.launch_full_buckets()
+        if not self.ends_by_hand:
+            self.finish_backward()
+
+    def finish_backward(self):
+        """Wait for the buckets, all of which are launched, and write the means.
+
+        Collective. Raises what `end_of_backward` does.
+        """
+        cdef Bucket bucket
+        cdef Py_ssize_t index
         self.backward_ended = now()
         self.incomplete = False
         for bucket in self.buckets:
@@ -363,6 +369,8 @@ cdef class Reducer(ReducerState):
             else:
                 for index in bucket.parameter_indices:
                     self.copy_out(index)
+            if self.lazy_buckets and not self.gradient_as_bucket_view:
+                release(bucket)
         if self.has_sparse:
             self.incomplete |= sparse.reduce(self)
         if self.post_backward_futures:
@@ -392,6 +400,8 @@ cdef class Reducer(ReducerState):
         self.forward_began = now()
         if self.divisor != self.world_size:
             self.set_divisor(self.world_size)
+        if self.lazy_buckets and self.gradient_as_bucket_view and not self.expecting:
+            release_unused(self)
         if self.expecting and (self.ready or self.late or self.failed):
             raise_unfinished(
                 self.without_gradient(), len(self.parameters), self.process_group.rank(),
@@ -472,10 +482,6 @@ cdef class Reducer(ReducerState):
         self.arrival_order = []
         self.has_rebuilt_buckets = True
         return True
-
-    def keep_buckets(self):
-        """Never rebuild the buckets: parameters lie in their order, too. Not collective."""
-        self.has_rebuilt_buckets = True
 
     def _remove_autograd_hooks(self):
         """Take the hooks off the parameters. Not collective."""

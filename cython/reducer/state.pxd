@@ -21,6 +21,8 @@ cdef class ReducerState:
     cdef readonly object process_group
     cdef readonly bint find_unused_parameters
     cdef readonly bint gradient_as_bucket_view
+    cdef bint lazy_buckets          # see Note [Lazy buckets]
+    cdef public bint ends_by_hand     # the user calls `finish_backward`
     cdef readonly bint has_rebuilt_buckets
     cdef public object compression    # the 16-bit dtype of float32 and float64, or None
     cdef public object python_hook    # what moves the gradients, or None
@@ -56,7 +58,7 @@ cdef class ReducerState:
     cdef bint launching             # some thread is launching buckets
     cdef readonly Py_ssize_t ready
     cdef readonly bint expecting             # a forward asked for gradients to be reduced
-    cdef bint callback_queued
+    cdef readonly bint callback_queued
     cdef bint failed                # a hook has raised in this backward
     cdef public object profile      # notes reductions while the profiler runs, or None
     cdef bint incomplete            # some rank missed some parameter in the last backward

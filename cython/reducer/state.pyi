@@ -5,7 +5,6 @@ import torch
 
 from mpiddp.engine.engine import Channel
 from mpiddp.reducer.bucket import Bucket
-from mpiddp.torch_internals.profiling import BucketEvents
 
 class ReducerState:
     parameters: list[torch.Tensor]
@@ -17,6 +16,7 @@ class ReducerState:
     expect_sparse: list[bool]
     find_unused_parameters: bool
     gradient_as_bucket_view: bool
+    ends_by_hand: bool
     has_rebuilt_buckets: bool
     static_graph: bool
     reductions: int
@@ -37,8 +37,9 @@ class ReducerState:
     missing: list[int]
     arrival_order: list[int]
     expecting: bool
+    callback_queued: bool
     ready: int
-    profile: BucketEvents | None
+    profile: Any
     forward_began: float
     backward_began: float
     communication_began: float
@@ -57,11 +58,13 @@ class ReducerState:
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = False,
         skip_unused: bool = False,
+        lazy_buckets: bool = False,
         mixed_precision: tuple[torch.dtype, torch.dtype] | None = None,
     ) -> None: ...
     @property
     def assign_buckets(self) -> Any: ...
     def set_divisor(self, divisor: float) -> None: ...
+    def keep_buckets(self) -> None: ...
     def was_used(self, index: int) -> bool: ...
     def was_used_anywhere(self, index: int) -> bool: ...
     def describe_bucket(self, bucket: Bucket) -> str: ...

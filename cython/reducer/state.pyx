@@ -47,6 +47,7 @@ cdef class ReducerState:
         find_unused_parameters: as in torch's class.
         gradient_as_bucket_view: as in torch's class.
         skip_unused: `skip_all_reduce_unused_params` of torch's class.
+        lazy_buckets: `lazy_bucket_allocation` of torch's class.
         mixed_precision: the dtype of the gradients and that in which a hook in Python gets them,
             if these are not the parameters'; not together with views.
     """
@@ -54,7 +55,7 @@ cdef class ReducerState:
     def __init__(self, parameters, process_group, dict channels not None, assign_buckets,
                  describe_parameter, report_missing, *, expect_sparse=None,
                  bint find_unused_parameters=False, bint gradient_as_bucket_view=False,
-                 bint skip_unused=False, mixed_precision=None):
+                 bint skip_unused=False, bint lazy_buckets=False, mixed_precision=None):
         cdef Py_ssize_t index, count = len(parameters)
         self.parameters = list(parameters)
         self.process_group = process_group
@@ -71,6 +72,7 @@ cdef class ReducerState:
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.skip_unused = skip_unused
+        self.lazy_buckets = lazy_buckets
         self.compare_gradients = find_unused_parameters
         self.waiting_for = -1
         self.record_source = -1
@@ -235,6 +237,10 @@ cdef class ReducerState:
             self.incomplete = False
         if not self.incomplete:
             self.missing = []
+
+    def keep_buckets(self):
+        """Never rebuild the buckets: parameters lie in their order, too. Not collective."""
+        self.has_rebuilt_buckets = True
 
     def was_used(self, Py_ssize_t index):
         """Return whether parameter `index` got a gradient since the last reduction.

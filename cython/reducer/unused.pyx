@@ -7,6 +7,11 @@ earlier accumulation, or zeros, and still launches every bucket: no rank is left
 waiting, and all get the same mean. Without `find_unused_parameters` the missing
 gradient is reported all the same, by every rank together at the next forward
 (the flag behind the gradients tells them all, see bucket.pyx).
+
+Note [Skipped buckets]
+~~~~~~~~~~~~~~~~~~~~~~
+With `skip_unused`, buckets that no rank used in the first reduction are never launched again: all
+ranks know them from the flags. Using one later is an error, where torch's class would hang.
 """
 
 from mpiddp.reducer.bucket cimport MISSED, Bucket

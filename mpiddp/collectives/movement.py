@@ -124,6 +124,32 @@ def gather(group: Group, outputs: Lists, inputs: Sequence[torch.Tensor], root: i
     return list(outputs)
 
 
+def gather_single(
+    group: Group, output: torch.Tensor, tensor: torch.Tensor, root: int
+) -> Operation:
+    """Gather equal inputs from all ranks into one output on one rank. Collective.
+
+    Raises:
+        ValueError: the output's size on `root` is not that of all inputs together, or its dtype
+            differs.
+    """
+    if group.rank() != root:
+        yield from gather(group, [], [tensor], root)
+        return [output]
+    if output.numel() != tensor.numel() * group.size() or output.dtype != tensor.dtype:
+        raise ValueError(
+            f"gather of {tensor.numel()} elements of {tensor.dtype} over {group.size()} ranks "
+            f"needs an output of {tensor.numel() * group.size()} such elements, not "
+            f"{output.numel()} of {output.dtype}"
+        )
+    target = packing.dense(output)
+    parts = list(torch.split(target.view(-1), max(tensor.numel(), 1)))
+    parts += [target.new_empty(0)] * (group.size() - len(parts))
+    yield from gather(group, [parts], [apart(packing.dense(tensor), [target])], root)
+    packing.write_back(target, output)
+    return [output]
+
+
 def scatter(group: Group, outputs: Sequence[torch.Tensor], inputs: Lists, root: int) -> Operation:
     """Give each rank its tensor from a list on one rank. Collective. Sizes may differ.
 

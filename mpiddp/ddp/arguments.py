@@ -24,6 +24,7 @@ _FLAGS = (
     "skip_all_reduce_unused_params",
     "batched_grad_copy",
     "forward_sync_buffers",
+    "lazy_bucket_allocation",
     "shared_parameters",
 )
 
@@ -133,6 +134,7 @@ def check_shared_parameters(module: torch.nn.Module, arguments: Mapping[str, Any
         "mixed_precision",
         "delay_all_reduce_named_params",
         "skip_all_reduce_unused_params",
+        "lazy_bucket_allocation",
     ):
         if arguments[name]:
             raise ValueError(f"shared_parameters does not work together with {name}")

@@ -95,28 +95,93 @@ class TorchReducer(Reducer):
 
     # What torch's wrapper calls.
 
-    prepare_for_forward = _notes_errors(Reducer.prepare_for_forward)
+    @_notes_errors
+    def prepare_for_forward(self) -> None:
+        """Begin an iteration whose gradients are to be reduced, as in `Reducer`."""
+        if self.ends_by_hand and self.expecting and self.next_bucket == len(self.buckets):
+            raise RuntimeError(
+                f"rank {self.process_group.rank()}: the last backward was not finalized. With "
+                f"require_manual_backward_finalization call finalize_backward() after it, and "
+                f"before the next forward"
+            )
+        super().prepare_for_forward()
+
     _rebuild_buckets = _notes_errors(Reducer._rebuild_buckets)
 
     def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
         """Expect a backward whose gradients are to be reduced, as in `Reducer`."""
         self.profile = None
+        if self.process_group.shows_calls and self.python_hook is None:
+            from mpiddp.ddp.shown_buckets import ShownBuckets  # which would initialise MPI
+
+            self.profile = ShownBuckets(self)
         if not is_profiling():
             super().prepare_for_backward(outputs)
             return
         if self.python_hook is None:  # else the hook's own operations are profiled
-            self.profile = BucketEvents()
+            self.profile = BucketEvents() if self.profile is None else self.profile.profiled()
         with searching_unused_parameters(self.find_unused_parameters):
             super().prepare_for_backward(outputs)
 
-    @_notes_errors
-    def end_of_backward(self) -> None:
+    end_of_backward = _notes_errors(Reducer.end_of_backward)
+
+    def finish_backward(self) -> None:
         """Wait for the buckets and write the means, as in `Reducer`. Collective."""
-        reductions = self.reductions
-        super().end_of_backward()
-        if self.reductions > reductions and self.find_unused_parameters:
+        super().finish_backward()
+        if self.find_unused_parameters:
             before, self._unused_before = self._unused_before, self.unused
             self._unused_changed |= before is not None and before != self.unused
+
+    def _set_manual_finalization_required(self, required: bool) -> None:
+        """Leave the end of each backward to `_finalize_backward_manual`, or no longer.
+
+        Not collective, but the same on all ranks.
+
+        Raises:
+            RuntimeError: a backward is expected, or under way.
+        """
+        if required != self.ends_by_hand and self.expecting:
+            raise RuntimeError(
+                "require_manual_backward_finalization can be set before forward or after the end "
+                "of backward, not between them"
+            )
+        self.ends_by_hand = required
+
+    def _should_finalize_after_backward(self) -> bool:
+        """Return whether the end of the next backward must wait until backward has returned.
+
+        Not collective. While buckets are not laid out yet; and with `find_unused_parameters`,
+        since unused ones are known when backward ends.
+        """
+        return not self.has_rebuilt_buckets or self.find_unused_parameters
+
+    @_notes_errors
+    def _finalize_backward_manual(self) -> None:
+        """Wait for the buckets and write the means, at the caller's moment. Collective.
+
+        Raises:
+            RuntimeError: nobody asked for that; there is nothing to finalize; or some gradient is
+                not there yet.
+        """
+        rank = self.process_group.rank()
+        if not self.ends_by_hand:
+            raise RuntimeError(
+                f"rank {rank}: finalize_backward() needs require_manual_backward_finalization = "
+                f"True, set before the forward"
+            )
+        if not self.expecting or (self.ready == 0 and not self.callback_queued):
+            raise RuntimeError(
+                f"rank {rank}: there is no gradient reduction to finalize: no backward has run "
+                f"since the last one, or it was within no_sync()"
+            )
+        if self.next_bucket < len(self.buckets):
+            raise RuntimeError(
+                f"rank {rank}: finalize_backward() was called before all gradients are there: "
+                f"{self.next_bucket} of {len(self.buckets)} buckets are full. Where "
+                f"should_finalize_after_backward is True, call it after backward() has returned"
+            )
+        with torch.no_grad():
+            self.finish_backward()
 
     def _ddp_graph_static(self) -> bool:
         """Return whether the same parameters were unused in each backward so far.

@@ -26,11 +26,11 @@ from torch.nn.parallel.distributed import (
 
 from mpiddp.ddp import arguments as argument_checks
 from mpiddp.ddp import distributed_autograd, hooks, optimizer_in_backward
-from mpiddp.ddp.buffer_broadcast import broadcast_in_buffers
 from mpiddp.ddp.groups import group_of, is_communicator
 from mpiddp.ddp.hook_registration import HookRegistration
 from mpiddp.ddp.logger import Logger, logs_errors
 from mpiddp.ddp.mixed_precision import NarrowParameters, compression_of, gradient_dtypes
+from mpiddp.ddp.state_copies import StateCopies
 from mpiddp.ddp.torch_reducer import TorchReducer
 from mpiddp.ddp.uneven_inputs import UnevenInputs
 from mpiddp.engine import forks
@@ -39,7 +39,7 @@ from mpiddp.reducer import errors, model_check
 from mpiddp.reducer.assignment import BucketAssignment
 from mpiddp.reducer.forward_passes import ForwardPasses
 from mpiddp.torch_internals.compiler import compile_what_it_calls, skip_compilation
-from mpiddp.transports.choice import MAKERS, default_bucket_bytes, requested_transport
+from mpiddp.transports.choice import default_bucket_bytes, requested_transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 @skip_compilation
-class DistributedDataParallel(HookRegistration, UnevenInputs):
+class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
     """Average the gradients of `module` over all ranks while backward runs.
 
     Collective: every rank of the group constructs the same model in the same order. All ranks
@@ -89,6 +89,8 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
         batched_grad_copy: ignored: gradients on GPUs are always copied in batches.
         forward_sync_buffers: whether rank 0's buffers are copied to all ranks at each forward;
             None is True.
+        lazy_bucket_allocation: whether buckets have no memory but while gradients are in them, from
+            backward to its end; of views, until the next forward after `zero_grad`. Not on GPUs.
         transport: how gradients travel: "shared" (in memory that the ranks of a node share),
             "exchange" (each rank adds a slice of all), "mpi" (MPI_Iallreduce), or "auto", which
             takes what is faster. None is MPIDDP_TRANSPORT from the environment, else "auto".
@@ -107,7 +109,8 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
     # Where users import it from: pickles hold this name, and survive when the file moves.
     __module__ = "mpiddp"
 
-    _init_sync_buffers: bool
+    lazy_bucket_allocation: bool
+    _require_manual_backward_finalization: bool
     # While the constructor runs: ends its record.
     _construction: contextlib.ExitStack | None = None
     # torch's configuration; None without one, or on a GPU.
@@ -141,6 +144,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
         bucket_cap_mb_list: Sequence[int] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         transport: str | None = None,
         shared_parameters: bool = False,
@@ -190,6 +194,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
                 bucket_cap_mb_list=list(bucket_cap_mb_list) if bucket_cap_mb_list else None,
                 batched_grad_copy=batched_grad_copy,
                 forward_sync_buffers=forward_sync_buffers,
+                lazy_bucket_allocation=lazy_bucket_allocation,
             )
         self._construction = None  # nor for copies, which are made from __dict__
         self._verify_models = False
@@ -290,6 +295,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
                 find_unused_parameters=self.find_unused_parameters,
                 gradient_as_bucket_view=self.gradient_as_bucket_view and dtypes is None,
                 skip_unused=self.skip_all_reduce_unused_params,
+                lazy_buckets=self.lazy_bucket_allocation,
                 mixed_precision=dtypes,
             )
         except BaseException:
@@ -298,6 +304,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
         weakref.finalize(self.reducer, group.release_channels, channels).atexit = False
         group.modules.add(self.reducer, type(self.module).__name__)
         self.reducer.passes = ForwardPasses()
+        self.reducer.ends_by_hand = self._require_manual_backward_finalization
         self.logger = Logger(self.reducer, limits[-1])
         self.reducer.set_logger(self.logger)
         self.logger.set_construction_data_and_log(
@@ -335,42 +342,6 @@ class DistributedDataParallel(HookRegistration, UnevenInputs):
 
     def _setup_in_backward_optimizers(self) -> None:
         optimizer_in_backward.set_up(self)
-
-    def _default_broadcast_coalesced(
-        self,
-        bufs: list[torch.Tensor] | None = None,
-        bucket_size: int | None = None,
-        authoritative_rank: int = 0,
-    ) -> None:
-        """Copy buffers from a rank to all. Collective. Overrides torch's method of this name."""
-        tensors = self.modules_buffers if bufs is None else bufs
-        if not tensors or self.process_group.size() == 1:
-            return
-        if authoritative_rank == 0 and self._transport not in MAKERS:
-            with torch.no_grad():
-                if self.process_group.broadcast_state(tensors):
-                    return
-        super()._default_broadcast_coalesced(tensors, bucket_size, authoritative_rank)
-
-    def _distributed_broadcast_coalesced(
-        self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
-    ) -> None:
-        """Copy tensors by messages. Collective. Overrides torch's method of this name."""
-        with torch.no_grad():
-            broadcast_in_buffers(self.process_group, tensors, buffer_size, authoritative_rank)
-
-    def _broadcast_initial_state(self) -> None:
-        """Let all ranks start from rank 0's parameters and buffers. Collective."""
-        tensors = [
-            tensor.detach()
-            for named in (
-                self.module.named_parameters(),
-                self.module.named_buffers() if self._init_sync_buffers else (),
-            )
-            for name, tensor in named
-            if name not in self.parameters_to_ignore
-        ]
-        self._default_broadcast_coalesced(tensors, self.broadcast_bucket_size)
 
     def _bucket_size_limits(self, channel: Channel, *, with_python: bool = False) -> Sequence[int]:
         """Return the sizes of the first, second ... bucket in bytes; the last holds for the rest.

@@ -306,7 +306,7 @@ def _uses(
         return (_BOTH if group.rank() == arguments[2] else _READS,)
     if function is movement.broadcast:
         return (_READS if group.rank() == arguments[1] else _WRITES,)
-    if function is movement.gather:
+    if function in (movement.gather, movement.gather_single):
         return (_WRITES if group.rank() == arguments[2] else _NOTHING, _READS)
     if function is movement.scatter:
         return (_WRITES, _READS if group.rank() == arguments[2] else _NOTHING)

@@ -38,9 +38,8 @@ from mpiddp.collectives.operation import Operation
 from mpiddp.engine import forks
 from mpiddp.engine.engine import Channel
 from mpiddp.engine.requests import Requests
-from mpiddp.mpi.abort import abort_job
-from mpiddp.process_group.backend_properties import BackendProperties
 from mpiddp.process_group.call_check import by_rank, by_rows, for_one
+from mpiddp.process_group.call_hooks import CallHooks
 from mpiddp.process_group.futures import FutureCompleter
 from mpiddp.process_group.gpu_tensors import wait_for_stream
 from mpiddp.process_group.monitored_barrier import MonitoredBarrier
@@ -57,7 +56,7 @@ _HAS_GPUS = bool(torch.version.cuda or torch.version.hip)
 
 
 @skip_compilation
-class ProcessGroup(BackendProperties):
+class ProcessGroup(CallHooks):
     """The ranks of one communicator, as torch.distributed sees them.
 
     Collective over `communicator`.
@@ -106,11 +105,6 @@ class ProcessGroup(BackendProperties):
         self.channel_pool.forget()
         self._state_broadcast = None
         super().forget_communicators()
-
-    def abort(self) -> None:
-        """End every rank of the job, as MPI_Abort does. Not collective."""
-        forks.check("abort")
-        abort_job(1)
 
     # Reductions. 16-bit floats are reduced in float32 and rounded once.
 
@@ -301,6 +295,20 @@ class ProcessGroup(BackendProperties):
             root,
             elements=lambda: (for_one(self, root, inputs), by_rank(self, outputs)),
         )
+
+    def gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: GatherOptions
+    ) -> TorchWork:
+        """Gather equal inputs into one output on one rank, as dist.gather_single does. Collective.
+
+        Raises:
+            ValueError: the output's size is not that of all inputs together, or its dtype differs.
+        """
+        root = opts.rootRank
+        what = (output, input, root)
+        return self._start("gather", movement.gather_single, what, opts, [input], root)
+
+    gather_into_tensor = gather_single
 
     @also_called_with(ScatterOptions, "root", "timeout", tensors=2)
     def scatter(

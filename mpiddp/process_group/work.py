@@ -126,6 +126,15 @@ class Work(TorchWork):
             self._tell()
         return self._operation is None
 
+    @property
+    def timeout(self) -> timedelta:
+        """How long it may wait for other ranks."""
+        return timedelta(seconds=self._seconds)
+
+    def _get_sequence_number(self) -> int:
+        """Return which of the group's collectives it is, from 1; 0: a message."""
+        return self.number
+
     def is_completed(self) -> bool:
         """Return whether the operation has succeeded or failed."""
         if forks.forked():

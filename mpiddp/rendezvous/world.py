@@ -36,6 +36,7 @@ from mpiddp.rendezvous.mpi_world import (
 )
 from mpiddp.rendezvous.store import LazyStore
 from mpiddp.system import cores
+from mpiddp.torch_internals.versions import warn_of_newer_torch
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -148,6 +149,8 @@ def begin_world(
     uncaught.watch(own.Get_rank(), own.Get_size())
     try:
         with uncaught.paused():  # torch's own hook only adds the rank to the traceback
+            if own.Get_rank() == 0:
+                warn_of_newer_torch()
             _make_world(own)
             start(own, get_topology())
     except BaseException as error:

@@ -1,21 +1,91 @@
-"""What differs between the releases of torch, in the form of torch 2.13."""
+"""What differs between the releases of torch, in the form of torch 2.15."""
 
 from __future__ import annotations
 
 import inspect
+import re
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from mpiddp.version import __version__
+
+# The releases between which all is tested, see docs/reference/supported.md. `.ci/run` reads them.
+OLDEST_TESTED = "2.11.0"
+NEWEST_TESTED = "2.15.0"
 
 # In MiB. torch 2.11 refuses buckets of size 0; this is 0 in whole bytes as well.
 _BELOW_A_BYTE = 2**-21
 
 
-class _OlderWrapper(DistributedDataParallel):
-    """The wrapper of torch 2.11 and 2.12 with the arguments and attributes of torch 2.13.
+class _Before215(DistributedDataParallel):
+    """The wrapper of torch 2.11 to 2.14 with what torch 2.15 has brought."""
+
+    lazy_bucket_allocation = False
+    _require_manual_backward_finalization = False
+
+    def __init__(
+        self, module: nn.Module, *, lazy_bucket_allocation: bool = False, **others: Any
+    ) -> None:
+        # torch's constructor builds the reducer, and comes before that with nn.Module's own.
+        object.__setattr__(self, "lazy_bucket_allocation", lazy_bucket_allocation)
+        super().__init__(module, **others)
+        self._require_manual_backward_finalization = False
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether each backward ends when `finalize_backward` is called. Not collective.
+
+        Raises:
+            RuntimeError: set between a forward and the end of its backward, or where all
+                parameters are delayed.
+        """
+        return self._require_manual_backward_finalization
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if required:
+            self._refuse_delayed()
+        if not self._delay_all_reduce_all_params:
+            self.reducer._set_manual_finalization_required(required)
+            self._require_manual_backward_finalization = required
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether `finalize_backward` must wait until backward has returned. Not collective."""
+        return self._require_manual_backward_finalization and (
+            self.mixed_precision is not None or self.reducer._should_finalize_after_backward()
+        )
+
+    def finalize_backward(self) -> None:
+        """Wait for the means and write them. Collective.
+
+        Raises:
+            RuntimeError: it is not wanted, some gradient is missing, or there is no reduction.
+        """
+        self._refuse_delayed()
+        self.reducer._finalize_backward_manual()
+
+    def _refuse_delayed(self) -> None:
+        if self._delay_all_reduce_all_params:
+            raise RuntimeError(
+                "there is no end of backward to finalize by hand where all parameters are in "
+                "delay_all_reduce_named_params"
+            )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._require_manual_backward_finalization:
+            self.require_manual_backward_finalization = True
+
+
+class _Before213(_Before215):
+    """The wrapper of torch 2.11 and 2.12 with the arguments and attributes of later ones.
 
     Giving `broadcast_buffers` is no reason to warn here: torch has no other name for it yet.
     """
@@ -51,13 +121,14 @@ class _OlderWrapper(DistributedDataParallel):
         self.broadcast_buffers = value
 
 
-if (
-    TYPE_CHECKING
-    or "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-):
+_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
+
+if TYPE_CHECKING or "lazy_bucket_allocation" in _ARGUMENTS:
     TorchWrapper = DistributedDataParallel
+elif "forward_sync_buffers" in _ARGUMENTS:
+    TorchWrapper = _Before215
 else:
-    TorchWrapper = _OlderWrapper
+    TorchWrapper = _Before213
 
 
 def factor_of(op: dist.ReduceOp) -> Any:
@@ -86,6 +157,33 @@ def new_group_in_order(ranks: Sequence[int], **options: Any) -> Any:
     return group
 
 
+def declare_self_recording(backend: str) -> None:
+    """Tell torch that groups of this backend record what they do. Not collective.
+
+    torch 2.15 attaches its flight recorder to all others, and asks them in C++ for a name that a
+    group in Python does not have.
+    """
+    names = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if names is not None:
+        names.add(backend)
+
+
+def warn_of_newer_torch() -> None:
+    """Warn if this torch is newer than the newest that mpiddp is tested with. Not collective."""
+    if release_of(torch.__version__) > release_of(NEWEST_TESTED):
+        warnings.warn(
+            f"mpiddp {__version__} is tested with torch up to {NEWEST_TESTED}, and this is torch "
+            f"{torch.__version__}: if something of torch's own has changed there, mpiddp may fail",
+            stacklevel=2,
+        )
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """Return (2, 15, 0) for "2.15.0+cpu" or "2.15.0a0". Not collective."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
+
+
 # The methods of torch's own class that wrapper.py overrides or calls.
 _WRAPPER_METHODS = (
     "_ddp_init_helper",
@@ -100,9 +198,6 @@ def check_torch() -> None:
 
     Not collective.
     """
-    import torch
-    import torch.distributed as dist
-
     if not dist.is_available():
         raise ImportError(f"mpiddp needs torch.distributed, which torch {torch.__version__} lacks")
     wrapper = torch.nn.parallel.DistributedDataParallel
