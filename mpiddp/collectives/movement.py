@@ -124,9 +124,7 @@ def gather(group: Group, outputs: Lists, inputs: Sequence[torch.Tensor], root: i
     return list(outputs)
 
 
-def gather_single(
-    group: Group, output: torch.Tensor, tensor: torch.Tensor, root: int
-) -> Operation:
+def gather_single(group: Group, output: torch.Tensor, tensor: torch.Tensor, root: int) -> Operation:
     """Gather equal inputs from all ranks into one output on one rank. Collective.
 
     Raises:
