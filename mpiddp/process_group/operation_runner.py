@@ -290,7 +290,8 @@ class OperationRunner(dist.ProcessGroup):
             what = (function, arguments, opts, tensors, detail, compared, elements, message)
             event = Event(name)
             try:
-                work = self._start(name, *what, event=event)
+                # Not what hooks have put in its place: they have been called.
+                work = OperationRunner._start(self, name, *what, event=event)
             except BaseException:
                 event.end()
                 raise

@@ -108,7 +108,7 @@ PRIVATE_NAMES = [
     *_names(
         "torch._C._distributed_c10d.",
         "DebugLevel",
-        "reducer/errors rendezvous/launch_checks",
+        "process_group/operation_runner reducer/errors rendezvous/launch_checks",
         "options, stores and base classes that torch.distributed does not show",
     ),
     *_names(

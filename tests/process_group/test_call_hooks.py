@@ -228,6 +228,7 @@ def test_what_is_not_served_says_so(group):
 
 
 def test_a_work_tells_its_limit_and_number(group):
+    limit = group.timeout
     first = dist.all_reduce(ones(), group=group, async_op=True)
     second = dist.all_reduce(ones(), group=group, async_op=True)
     group.set_timeout(timedelta(seconds=77))
@@ -236,7 +237,7 @@ def test_a_work_tells_its_limit_and_number(group):
         work.wait()
     with together():
         assert second._get_sequence_number() == first._get_sequence_number() + 1
-        assert (first.timeout, third.timeout) == (timedelta(seconds=30), timedelta(seconds=77))
+        assert (first.timeout, third.timeout) == (limit, timedelta(seconds=77))
 
 
 class TestGatherSingle:
@@ -252,7 +253,7 @@ class TestGatherSingle:
         group.gather_single(output, own, options).wait()
         expected = torch.stack([torch.arange(count) + 10.0 * rank for rank in range(SIZE)])
         with together():
-            assert torch.equal(output, expected if RANK == root else torch.zeros(SIZE, count))
+            assert torch.equal(output, expected if root == RANK else torch.zeros(SIZE, count))
 
     @pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="torch 2.14 brought it")
     def test_as_torch_calls_it(self):

@@ -49,6 +49,7 @@ def for_torch(options: Mapping[str, Any]) -> dict[str, Any]:
     taken = dict(options)
     if not HAS_FORWARD_SYNC_BUFFERS and "forward_sync_buffers" in taken:
         taken["broadcast_buffers"] = taken.pop("forward_sync_buffers")
-    if "batched_grad_copy" not in _ARGUMENTS:
-        taken.pop("batched_grad_copy", None)
+    for name in ("batched_grad_copy", "lazy_bucket_allocation"):
+        if name not in _ARGUMENTS:
+            taken.pop(name, None)
     return taken
