@@ -134,7 +134,7 @@ def test_what_our_classes_override_is_listed() -> None:
             missing += [
                 f"{name}.{member}"
                 for member in vars(base)
-                if is_private(member) and hasattr(theirs, member)
+                if is_private(member) and hasattr(theirs, member) and not member.startswith("_abc_")
                 if not {f"{name}.{member}", f"{name}().{member}"} & listed
             ]
     assert not missing
