@@ -40,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the slow tests, and those for a GPU, unless they were asked for."""
     left_out = set() if config.getoption("slow") else {"slow"}
@@ -50,6 +51,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if unwanted:
         config.hook.pytest_deselected(items=unwanted)
         items[:] = [item for item in items if item not in unwanted]
+    import tiers
+
+    tiers.settle(items)  # before `-m` looks at the marks
 
 
 @pytest.hookimpl(wrapper=True)

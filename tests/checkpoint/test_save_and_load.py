@@ -27,6 +27,7 @@ def names(root: Path) -> list[str]:
     return sorted(each.name for each in root.iterdir())
 
 
+@pytest.mark.smoke
 def test_save_and_load(mpi_tmp_path):
     wrapped, optimizer = trained_with_adam()
     state = {"model": wrapped.module.state_dict(), "optimizer": optimizer.state_dict()}
@@ -210,6 +211,7 @@ def test_nothing_is_kept(mpi_tmp_path):
 class TestAsync:
     """The step goes on, and what is written is the state of the call."""
 
+    @pytest.mark.essential
     def test_state_changes_meanwhile(self, mpi_tmp_path):
         wrapped, optimizer = trained_with_adam()
         state = {"model": wrapped.module.state_dict(), "optimizer": optimizer.state_dict()}
@@ -228,6 +230,7 @@ class TestAsync:
             assert all_bits(found.state["model"].items()) == before
             assert before != all_bits(wrapped.module.state_dict().items())
 
+    @pytest.mark.essential
     def test_two_at_once(self, mpi_tmp_path):
         big = torch.zeros(2_000_000)
         for step in (1, 2):
@@ -276,6 +279,8 @@ class TestSharded:
         model: nn.Module = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 5))
         return fully_shard(model, mesh=mesh)
 
+    @pytest.mark.essential(keep=1)
+    @pytest.mark.smoke(keep=1)
     @pytest.mark.parametrize("how", ["save", "async_save"])
     def test_save_and_load(self, mpi_tmp_path, how):
         model = self.model(1)
@@ -304,6 +309,7 @@ class TestSharded:
             for name, tensor in expected.items():
                 assert torch.equal(loaded[name], tensor), name
 
+    @pytest.mark.essential
     def test_damaged(self, mpi_tmp_path):
         model = self.model(1)
         good = checkpoint.save({"model": model.state_dict()}, mpi_tmp_path, step=1)

@@ -105,6 +105,7 @@ def made(snapshots, training, steps):
     return training.bits()
 
 
+@pytest.mark.essential(keep=1)
 def test_a_node_is_lost(placed):
     place, folder = placed
     before = made(checkpoint.Snapshots("t", share=1, folder=folder), Training(), [1, 2, 3])
@@ -320,6 +321,7 @@ def test_no_state_to_fill(node):
         snapshots.load()
 
 
+@pytest.mark.essential
 def test_beside_an_asynchronous_save(node, mpi_tmp_path):
     """Two threads call collectives, in another order on each rank, and so does training."""
     training = Training()

@@ -34,6 +34,7 @@ def made(snapshots, step):
     snapshots._writing.result()
 
 
+@pytest.mark.essential
 def test_a_node_is_lost(node):
     """The nodes have come different ways; the farthest one is lost with its memory."""
     snapshots = checkpoint.Snapshots("training", share=1, folder=node)
@@ -92,6 +93,7 @@ def test_as_often_as_the_share_allows(node):
         assert cost < 2 * 0.05 + 0.05
 
 
+@pytest.mark.essential
 def test_it_is_the_state_of_the_call(node):
     """And memory that is used again is not that of a copy that is still being written."""
     snapshots = checkpoint.Snapshots("training", share=1, folder=node)

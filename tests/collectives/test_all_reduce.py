@@ -48,6 +48,8 @@ def reductions() -> Iterator[Any]:
 
 
 class TestAllReduce:
+    @pytest.mark.essential(keep=8)
+    @pytest.mark.smoke(keep=2)
     @pytest.mark.parametrize(("dtype", "op"), list(reductions()))
     def test_every_dtype_and_operation(self, dtype: torch.dtype, op: Any) -> None:
         tensor = make(dtype, rank())
@@ -71,6 +73,7 @@ class TestAllReduce:
             group().allreduce([tensor], options).wait()
             assert_same_bits(tensor, reference(dtype, op, size()))
 
+    @pytest.mark.essential(keep=1)
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
     def test_16_bit_floats_are_not_added_as_bytes(self, dtype: torch.dtype) -> None:
         tensor = torch.tensor([1.5], dtype=dtype)
@@ -119,6 +122,7 @@ class TestAllReduce:
         with pytest.raises(TypeError, match=r"torch\.complex64 with ReduceOp\.MAX"):
             group().allreduce([make(torch.complex64, rank())], options)
 
+    @pytest.mark.essential(keep=1)
     @pytest.mark.parametrize("dtype", REAL, ids=name_of)
     def test_premultiplied_sum(self, dtype: torch.dtype) -> None:
         tensor = make(dtype, rank())
@@ -200,6 +204,7 @@ class TestAllReduce:
 
 
 class TestAllReduceLikeGloo:
+    @pytest.mark.essential(keep=4)
     @pytest.mark.parametrize(
         ("dtype", "op"),
         [
@@ -234,6 +239,7 @@ class TestSparseAllReduce:
         values = make(dtype, seed, 6 * seed).view(-1, 2)
         return torch.sparse_coo_tensor(indices, values, (7, 2), check_invariants=True)
 
+    @pytest.mark.essential(keep=1)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=name_of)
     def test_sum(self, dtype: torch.dtype) -> None:
         # Rank 0 has no entry at all.

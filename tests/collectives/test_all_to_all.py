@@ -18,6 +18,8 @@ def sent(dtype: torch.dtype, source: int, to: int, count: int) -> torch.Tensor:
     return make(dtype, 10 * source + to, count)
 
 
+@pytest.mark.essential(keep=2)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.parametrize("dtype", EVERY, ids=name_of)
 def test_every_dtype(dtype: torch.dtype) -> None:
     output = torch.empty(6 * size(), dtype=dtype)
@@ -32,6 +34,7 @@ def test_every_dtype(dtype: torch.dtype) -> None:
         assert_same_bits(part, sent(dtype, source, rank(), rank()))
 
 
+@pytest.mark.essential
 def test_splits_as_gloo(gloo: Any) -> None:
     # From s to r: (s + r) % 3 rows; some none.
     splits_in = [(rank() + to) % 3 for to in range(size())]

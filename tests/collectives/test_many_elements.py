@@ -29,6 +29,7 @@ def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datatypes, "buffer_of", checked)
 
 
+@pytest.mark.essential
 def test_reductions() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         total = sum(make(dtype, seed) for seed in range(size()))

@@ -29,6 +29,8 @@ def right() -> int:
     return (rank() + 1) % size()
 
 
+@pytest.mark.essential(keep=3)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.parametrize("dtype", EVERY, ids=name_of)
 def test_round_the_ring(dtype: torch.dtype) -> None:
     received = torch.empty_like(make(dtype, 0))
@@ -68,6 +70,7 @@ def test_same_tag_keeps_order() -> None:
         work.wait()
 
 
+@pytest.mark.essential
 def test_any_source() -> None:
     if rank() == 0:
         received = torch.empty(2)
@@ -91,6 +94,7 @@ def test_any_source() -> None:
         dist.destroy_process_group(part)
 
 
+@pytest.mark.smoke
 def test_batch() -> None:
     received = [torch.empty(3), torch.empty(3)]
     operations = [
@@ -183,6 +187,7 @@ def test_waiting_too_short_and_then_long_enough() -> None:
             dist.send(torch.full((2,), 3.0), 0)
 
 
+@pytest.mark.essential
 def test_object_lists() -> None:
     sent = [rank(), {"from": rank()}, "x" * 1000 * rank()]
     received: list[Any] = [None] * 3

@@ -48,6 +48,7 @@ CASES = [
 
 
 class TestReduce:
+    @pytest.mark.essential(keep=3)
     @pytest.mark.parametrize(("dtype", "op"), CASES)
     def test_every_root(self, dtype: torch.dtype, op: Any) -> None:
         for root in range(size()):
@@ -93,6 +94,7 @@ class TestReduce:
 
 
 class TestReduceScatter:
+    @pytest.mark.essential(keep=3)
     @pytest.mark.parametrize(("dtype", "op"), CASES)
     def test_lists(self, dtype: torch.dtype, op: Any) -> None:
         # For rank r what a seed of its own gives, so that a part at a wrong rank shows.
@@ -103,6 +105,8 @@ class TestReduceScatter:
         assert_same_bits(output, expected)
         assert_same_bits(parts[0], make(dtype, rank()))  # inputs stay
 
+    @pytest.mark.essential(keep=3)
+    @pytest.mark.smoke(keep=1)
     @pytest.mark.parametrize(("dtype", "op"), CASES)
     def test_one_tensor(self, dtype: torch.dtype, op: Any) -> None:
         whole = torch.stack([make(dtype, rank() + 10 * to) for to in range(size())])
@@ -112,6 +116,7 @@ class TestReduceScatter:
         assert_same_bits(output, expected)
         assert_same_bits(whole[0], make(dtype, rank()))
 
+    @pytest.mark.essential
     def test_as_gloo(self, gloo: Any) -> None:
         whole = torch.cat([make(torch.float32, rank() + 10 * to) for to in range(size())])
         ours, theirs = torch.empty(61), torch.empty(61)

@@ -69,6 +69,7 @@ class Structured(nn.Module):
         return Both(total, {"b": [listed[0] * 2, None], "c": (named["x"] + 1,)})
 
 
+@pytest.mark.smoke
 def test_outputs_and_gradients() -> None:
     def check(model: DataParallel) -> None:
         plain = copy.deepcopy(model.module)
@@ -92,6 +93,7 @@ def test_outputs_and_gradients() -> None:
     lead(check, net())
 
 
+@pytest.mark.essential
 def test_containers_keywords_and_what_is_no_tensor() -> None:
     def check(model: DataParallel) -> None:
         values = [torch.randn(7, 4, requires_grad=True) for _ in range(4)]
@@ -257,6 +259,7 @@ def test_what_only_another_replica_does_to_a_buffer_is_lost() -> None:
     lead(check, Marked())
 
 
+@pytest.mark.essential
 def test_random_numbers_differ_between_ranks_and_come_again() -> None:
     def check(model: DataParallel) -> None:
         ones = torch.ones(16 * RANKS, 1)
@@ -286,6 +289,7 @@ def test_random_numbers_differ_between_ranks_and_come_again() -> None:
     lead(check, nn.Dropout(0.5))
 
 
+@pytest.mark.essential
 def test_several_modules_and_passes_in_one_graph() -> None:
     def check(one: DataParallel, two: DataParallel) -> None:
         plain_one, plain_two = copy.deepcopy(one.module), copy.deepcopy(two.module)
@@ -374,6 +378,7 @@ def _fail(gradient: torch.Tensor) -> None:
     raise ArithmeticError("a hook fails")
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize(
     ("kind", "error"), [("key", KeyError), ("exit", RuntimeError), ("backward", ArithmeticError)]
 )
@@ -442,6 +447,7 @@ def test_a_large_batch_of_many_layouts() -> None:
     lead(check, Layout())
 
 
+@pytest.mark.smoke
 def test_ranks_that_serve_return_and_serve_again() -> None:
     model = DataParallel(net())
     if RANK != 0:

@@ -38,6 +38,8 @@ def compare(model: nn.Module, expected: list[Tensor], factor: float = 1) -> None
             assert_close(parameter.grad, gradient * factor, "gradient", 8)
 
 
+@pytest.mark.essential(keep=3)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.parametrize(
     ("arguments", "factor"),
     [
@@ -124,6 +126,7 @@ def test_what_is_refused(arguments: dict[str, Any], said: str) -> None:
         apex.DistributedDataParallel(make_model(), **arguments)
 
 
+@pytest.mark.essential
 def test_reducer() -> None:
     torch.manual_seed(RANK)
     model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2).double(), nn.Linear(1, 1)])
@@ -155,6 +158,7 @@ def test_reducer_finds_different_gradients() -> None:
         reducer.reduce()
 
 
+@pytest.mark.essential
 def test_sync_batch_norm() -> None:
     whole = torch.randn(3 * SIZE, 4, 5, generator=torch.Generator().manual_seed(1)).double()
     own = whole[RANK::SIZE]

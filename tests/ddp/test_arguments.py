@@ -68,6 +68,7 @@ class TestModule:
         with pytest.raises(TypeError, match=r"module must be a torch\.nn\.Module, not \w+"):
             DDP(module)
 
+    @pytest.mark.smoke
     def test_without_parameters(self) -> None:
         with pytest.raises(RuntimeError, match="parameter that requires a gradient"):
             DDP(nn.ReLU())
@@ -166,6 +167,7 @@ class TestArguments:
         ):
             DDP(nn.Linear(4, 4), process_group=gloo)
 
+    @pytest.mark.essential
     def test_unknown_name(self) -> None:
         with pytest.raises(TypeError, match="bucket_cap_gb"):
             DDP(nn.Linear(4, 4), bucket_cap_gb=1)  # type: ignore[call-arg]
@@ -189,6 +191,7 @@ class TestRefusedAsInTorch:
             TorchDDP(nn.Linear(4, 4), **options)
         return str(ours.value)
 
+    @pytest.mark.essential(keep=2)
     @pytest.mark.parametrize(
         "options",
         [
@@ -215,6 +218,7 @@ class TestRefusedAsInTorch:
     def test_no_mesh(self, gloo: dist.ProcessGroup) -> None:
         assert "ndim" in self.both(gloo, AttributeError, device_mesh=object())
 
+    @pytest.mark.essential(keep=2)
     @pytest.mark.parametrize(
         "options",
         [
@@ -332,6 +336,7 @@ def refused(construct: Callable[[], object]) -> str:
 
 @pytest.mark.mpi(min_size=2)
 class TestRanksConstruct:
+    @pytest.mark.essential(keep=2)
     @pytest.mark.parametrize("difference", DIFFERENT)
     def test_different_models(self, difference: str) -> None:
         make, name, is_there = DIFFERENT[difference]
@@ -350,6 +355,7 @@ class TestRanksConstruct:
         assert is_there in text.partition(" but ")[0]
         assert "shape (2,), torch.float32" in text.partition(" but ")[2]
 
+    @pytest.mark.smoke
     def test_parameters_in_another_order(self) -> None:
         last = size() - 1
         text = refused(lambda: DDP(other_order() if rank() == last else linear()))

@@ -74,6 +74,7 @@ def test_messages_leave_no_memory_behind():
     assert counts == [counts[0]] * 4
 
 
+@pytest.mark.smoke
 def test_each_forward_begins_with_those_of_rank_0():
     model = Recorder()
     wrapped = DDP(model)
@@ -133,6 +134,7 @@ def test_deprecated_name():
         assert not wrapped.forward_sync_buffers
 
 
+@pytest.mark.essential
 def test_running_statistics_of_batch_norm():
     """Each rank adds its own batch to the statistics of rank 0."""
     norm = nn.BatchNorm1d(3, dtype=torch.float64)
@@ -163,6 +165,7 @@ def test_buffer_that_was_replaced():
         assert all(seen == everyone[0] for seen in everyone)
 
 
+@pytest.mark.essential
 def test_ignored_buffers_and_parameters():
     """What the user excluded is neither compared nor broadcast nor averaged."""
     model = mlp(3, 4, 2)
@@ -232,6 +235,7 @@ def test_rank_0_runs_ahead():
 class TestBufferHook:
     """`_register_buffer_comm_hook`: the user's own way to synchronise buffers."""
 
+    @pytest.mark.essential
     @pytest.mark.parametrize(
         ("location", "returns"),
         [  # Futures that nobody waits for before forward are of no use there.

@@ -26,6 +26,7 @@ from mpiddp import DistributedDataParallel as DDP
 pytestmark = pytest.mark.mpi
 
 
+@pytest.mark.smoke
 def test_save_and_load(mpi_tmp_path, gloo):
     wrapped, _ = trained_with_adam()
     path = str(mpi_tmp_path / "checkpoint")
@@ -92,6 +93,7 @@ def sharded(mesh: DeviceMesh, seed: int) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("how", ["waiting", "in the background", "with the group of training"])
 def test_sharded_model(how, mpi_tmp_path, gloo):
     """Each rank writes its shard, and what was written with us is read with Gloo.
@@ -165,6 +167,7 @@ def test_sharded_model_on_fewer_ranks(mpi_tmp_path):
     dist.barrier()
 
 
+@pytest.mark.essential
 def test_pickles_name_what_users_import():
     """So they survive when a file of mpiddp moves."""
     wrapped = DDP(nn.Sequential(nn.Linear(2, 2), mpiddp.SyncBatchNorm(2)))

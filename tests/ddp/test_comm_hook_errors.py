@@ -76,6 +76,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.essential(keep=4)
 @pytest.mark.parametrize("hook", BROKEN, ids=lambda hook: hook.__name__)
 def test_broken_hook(hook, views):
     """The error says which hook failed, where, and for which parameters."""
@@ -98,6 +99,7 @@ def test_broken_hook(hook, views):
             wrapped(torch.ones(1, 3))
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("hook", [raises, fails_later, set_to_fail], ids=lambda hook: hook.__name__)
 def test_nothing_is_kept_alive(hook):
     """Torch's futures keep the error, whose traceback must not lead back to the module."""

@@ -170,6 +170,8 @@ def wrap_both(
     return ours, theirs
 
 
+@pytest.mark.essential(keep=6)
+@pytest.mark.smoke(keep=2)
 @pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("name", HOOKS)
 def test_as_torch(name, views, gloo):
@@ -209,6 +211,7 @@ def test_every_kind_of_model(case, views, gloo):
     assert_replicated(pair[0])
 
 
+@pytest.mark.essential(keep=1)
 def test_power_sgd_of_channels_last(views):
     """Hooks view gradients as matrices, also those of layers in channels_last."""
     wrapped = DDP(CASES["channels_last"].make(), gradient_as_bucket_view=views)
@@ -268,6 +271,7 @@ def test_quantization(hook, views):
         assert_replicated(wrapped)
 
 
+@pytest.mark.essential(keep=3)
 @pytest.mark.parametrize("kind", [kind for kind in DDPCommHookType if "QUANTIZE" not in kind.name])
 def test_registered_by_name(kind, gloo):
     module = mlp(3, 4, 2, dtype=torch.float32)
@@ -285,6 +289,7 @@ def test_registered_by_name(kind, gloo):
         assert_gradients_close(gradients_of(ours), gradients_of(theirs), 2000)
 
 
+@pytest.mark.essential(keep=1)
 def test_what_a_bucket_shows(views, gloo):
     """The same indices, parameters and gradients as torch's, in the same order."""
     seen: dict[int, list[Any]] = {}
@@ -484,6 +489,7 @@ def copied_by_pickle(wrapped: DDP) -> DDP:
     return copied
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("copier", [copy.deepcopy, copied_by_pickle], ids=["deepcopy", "pickle"])
 @pytest.mark.filterwarnings("ignore:.*process_group:UserWarning")
 def test_copies_have_the_hook(copier, views):

@@ -90,6 +90,7 @@ def train(run: Callable[..., Tensor], wrapped: nn.Module, net: nn.Module, steps:
                 parameter.add_(parameter.grad, alpha=-0.1)
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(("cap", "views"), [(None, False), (2, True)], ids=str)
 def test_graphs_end_where_buckets_do(cap, views, gloo):
@@ -146,6 +147,7 @@ def test_compiled_module_inside():
         assert backend.graphs == 1
 
 
+@pytest.mark.essential
 def test_compiled_layers_inside():
     net = make_net(layers=4)
     for layer in net.layers:
@@ -167,6 +169,7 @@ def test_same_gradients_as_torch(gloo):
             assert_gradients_close(*map(gradients_of, pair), 2)
 
 
+@pytest.mark.smoke
 def test_compiled_step():
     """Forward, loss and backward compiled together."""
     net = make_net(layers=4)
@@ -248,6 +251,7 @@ def _python_reducer() -> Iterator[None]:
     torch._dynamo.trace_rules.get_legacy_mod_inlinelist.cache_clear()
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.thorough(keep=1)
 @pytest.mark.usefixtures("_python_reducer")
 @pytest.mark.parametrize("wrapper", ["ours", "torch's"])

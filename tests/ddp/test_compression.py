@@ -110,6 +110,7 @@ def some_model() -> GivenGradients:
     )
 
 
+@pytest.mark.essential(keep=3)
 @pytest.mark.parametrize("cap", [None, SMALL_BUCKETS], ids=["one bucket", "many"])
 def test_bits_that_arrive(hook, transport, views, cap):
     model = some_model()
@@ -147,6 +148,8 @@ def test_between_nodes(hook, views, monkeypatch):
     dist.destroy_process_group(group)
 
 
+@pytest.mark.essential(keep=4)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.thorough(keep=9)
 @pytest.mark.parametrize("case", [name for name in CASES if "complex" not in name])
 def test_as_torch_on_gloo(case, hook, views, gloo):
@@ -435,6 +438,7 @@ REGISTRATIONS: dict[str, tuple[Callable[[DDP], None], torch.dtype]] = {
 
 
 class TestRegistration:
+    @pytest.mark.essential(keep=2)
     @pytest.mark.parametrize("name", REGISTRATIONS)
     def test_what_is_served(self, name, views):
         register, dtype = REGISTRATIONS[name]
@@ -471,6 +475,7 @@ class TestRegistration:
         with together(), pytest.raises(ValueError, match=r"state of bf16|state of fp16"):
             wrapped.register_comm_hook(state, hook)
 
+    @pytest.mark.essential(keep=1)
     @pytest.mark.parametrize("first", REGISTRATIONS)
     def test_twice(self, first, hook):
         wrapped = DDP(nn.Linear(3, 2))

@@ -37,6 +37,8 @@ def own_model(case: str) -> nn.Module:
     return CASES[case].make()
 
 
+@pytest.mark.essential(keep=3)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.parametrize("case", CASES)
 def test_all_ranks_start_from_rank_0(case):
     model = own_model(case)
@@ -153,11 +155,13 @@ def test_communicator_of_the_user_is_left_alone():
         sent.wait()
 
 
+@pytest.mark.smoke
 def test_is_torchs_class():
     with together():
         assert isinstance(DDP(mlp(2, 2)), nn.parallel.DistributedDataParallel)
 
 
+@pytest.mark.smoke
 def test_state_dict_and_checkpoint():
     """torch.save and load: with the prefix `module.`, and into a plain model without it."""
     wrapped = DDP(mlp(3, 4, 2))
@@ -183,6 +187,7 @@ def pickled(wrapped: DDP) -> DDP:
     return copied
 
 
+@pytest.mark.essential(keep=2)
 @pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
 @pytest.mark.parametrize("copier", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
 def test_copies_train_alone(copier, trained, views):
@@ -210,6 +215,7 @@ def test_copies_train_alone(copier, trained, views):
         wrapped.zero_grad()
 
 
+@pytest.mark.essential(keep=1)
 def test_copy_of_the_bare_module_is_local(views):
     """Copies of the module inside of the wrapper take nothing of it along."""
     wrapped = DDP(mlp(3, 4, 2), gradient_as_bucket_view=views)
@@ -241,6 +247,7 @@ def test_moved_to_another_dtype_before_wrapping():
     assert_replicated(wrapped)
 
 
+@pytest.mark.essential
 def test_keyword_and_default_arguments_of_forward():
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -258,6 +265,7 @@ def test_keyword_and_default_arguments_of_forward():
         assert model.weight.grad.tolist() == [8.0] * 3
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.mpi(min_size=2)
 def test_group_of_some_ranks(views):
     """A process group of a part of the world averages over that part."""

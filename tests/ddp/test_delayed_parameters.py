@@ -38,6 +38,7 @@ def delayed(module: nn.Module, names: list[str]) -> dict[str, object]:
     }
 
 
+@pytest.mark.essential(keep=2)
 @pytest.mark.parametrize("names", [["2.weight", "2.bias"], ["2.weight"]], ids="".join)
 def test_gradients(names, views, gloo):
     """On Gloo torch's class does not wait for that all-reduce: read after a barrier."""

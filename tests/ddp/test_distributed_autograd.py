@@ -67,6 +67,7 @@ def _own(context: int, module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: gradients[p] for name, p in module.named_parameters() if p in gradients}
 
 
+@pytest.mark.essential(keep=3)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("forward_inside", [True, False])
 def test_means_are_in_the_context(option, forward_inside, views, agents):
@@ -359,6 +360,7 @@ def test_other_passes_go_on(option, views, agents):
                 assert_gradients_close(gradients_of(model), expected)
 
 
+@pytest.mark.essential
 def test_who_accumulates(agents):
     """What tells the passes apart on devices whose threads torch's own engine runs."""
     weight = torch.nn.Parameter(torch.ones(2))

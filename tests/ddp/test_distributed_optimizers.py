@@ -45,6 +45,8 @@ def assert_same_parameters(ours: nn.Module, theirs: nn.Module, factor: float = 1
 
 
 class TestZeroRedundancyOptimizer:
+    @pytest.mark.essential(keep=2)
+    @pytest.mark.smoke(keep=1)
     @pytest.mark.parametrize("packed", [False, True], ids=["single", "packed"])
     @pytest.mark.parametrize("case", ["mlp", "attention"])
     def test_as_plain(self, case, packed, views, gloo):
@@ -128,6 +130,7 @@ class TestZeroRedundancyOptimizer:
                 assert torch.equal(tensor, after[name]), name
         assert_replicated(wrapped)
 
+    @pytest.mark.essential(keep=2)
     @several
     @pytest.mark.parametrize("sharded", [False, True], ids=["whole buckets", "parts of buckets"])
     @pytest.mark.parametrize(
@@ -164,6 +167,7 @@ class TestZeroRedundancyOptimizer:
 
 
 class TestModelAveraging:
+    @pytest.mark.essential(keep=1)
     @pytest.mark.parametrize("steps", [1, 2])
     def test_post_local_sgd(self, steps, gloo):
         """Gradients are averaged for some steps, then models every other step."""

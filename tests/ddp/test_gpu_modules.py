@@ -83,6 +83,7 @@ def assert_same_gradients(ours: DDP, others: DDP) -> None:
 # What the wrapper does, beside the host's path and torch's.
 
 
+@pytest.mark.essential(keep=2)
 @pytest.mark.parametrize("case", CASES)
 def test_training(case, views, gloo, gpu):
     module = CASES[case].make()

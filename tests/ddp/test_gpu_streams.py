@@ -147,6 +147,7 @@ def test_memory_goes_back_to_its_stream_after_the_copy(gpu):
         assert passed == [False]
 
 
+@pytest.mark.essential
 def test_the_stream_of_backward_waits_for_the_means(gpu, streams):
     """And the host does not."""
     module = mlp(3, 4, 2)

@@ -57,6 +57,7 @@ class FailsAtLast(DDP):
             raise ValueError("broken on purpose")
 
 
+@pytest.mark.essential(keep=1)
 def test_construction_that_fails(views):
     """It leaves neither hooks nor memory, and its channel is lent again."""
     trained(views)
@@ -81,6 +82,8 @@ def test_construction_that_fails(views):
         assert channels() == before
 
 
+@pytest.mark.essential(keep=3)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_everything_is_freed(steps, views):
     wrapped = trained(views, steps)

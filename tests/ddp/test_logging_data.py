@@ -45,6 +45,8 @@ class _Model(nn.Module):
         return y
 
 
+@pytest.mark.essential(keep=2)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_keys_and_values(name, gloo):
     options = OPTIONS[name]
@@ -70,6 +72,7 @@ def test_keys_and_values(name, gloo):
             loss_of(model, torch.randn(4, 3, dtype=torch.float64)).backward()
 
 
+@pytest.mark.essential
 def test_times_of_a_step():
     """They are in order, and those of a slow forward are as long as it took."""
     wrapped = DDP(_Model(False))
@@ -139,6 +142,7 @@ class TestErrors:
         with together():
             self.check(model, "must be callable")
 
+    @pytest.mark.essential
     def test_of_the_reducer(self) -> None:
         model = DDP(mlp(3, 2))
         loss_of(model, torch.ones(2, 3, dtype=torch.float64)).backward()

@@ -61,6 +61,8 @@ def assert_as_by_hand(model: nn.Module, expected: list[Any], rounding: float) ->
             torch.testing.assert_close(parameter.grad, gradient, rtol=rounding, atol=rounding)
 
 
+@pytest.mark.essential(keep=4)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("reduced_as", [None, HALF, BRAIN, FULL], ids=str)
@@ -128,6 +130,7 @@ def test_unused_parameters(views: bool) -> None:
             assert_as_by_hand(model, expected, 1e-5)
 
 
+@pytest.mark.essential
 def test_buffers_and_ignored_parameters() -> None:
     model = Model()
     DDP._set_params_and_buffers_to_ignore_for_model(model, ["extra.weight", "extra.bias"])

@@ -124,6 +124,7 @@ def test_modes_are_those_of_the_module(gloo):
             assert wrapped.training
 
 
+@pytest.mark.essential(keep=1)
 def test_the_whole_wrapper_saved_and_loaded(views):
     """torch.save of the object, not of its state; loading it is collective, as in torch."""
     wrapped = DDP(mlp(3, 4, 2), gradient_as_bucket_view=views, find_unused_parameters=True)
@@ -186,6 +187,7 @@ ATTRIBUTES = (
 )
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 3}, {"forward_sync_buffers": False}])
 def test_attributes(options, gloo):
     """What scripts and libraries read from a wrapper, before and after steps with and without."""
@@ -212,6 +214,7 @@ def test_attributes(options, gloo):
             assert seen(pair[0]) == seen(pair[1])
 
 
+@pytest.mark.essential
 def test_hooks_removed(gloo):
     """Without them the gradients stay the rank's own."""
     for model in (DDP(mlp(3, 2)), TorchDDP(mlp(3, 2), process_group=gloo)):

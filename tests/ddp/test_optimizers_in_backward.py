@@ -52,6 +52,8 @@ def in_backward(model: nn.Module, kind: Any, options: dict[str, Any]) -> None:
 WAYS = {"fused": fuse, "hook": hook_then_optimizer, "in backward": in_backward}
 
 
+@pytest.mark.essential(keep=4)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", ["mlp", "channels_last"])
@@ -108,6 +110,7 @@ def test_optimizer_without_functional_counterpart():
         wrapped._register_fused_optim(torch.optim.LBFGS, 0.1)
 
 
+@pytest.mark.essential(keep=1)
 def test_in_backward_on_some_parameters(views):
     """The others are averaged as ever, and keep their gradients."""
     model = mlp(3, 4, 2)

@@ -13,6 +13,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.essential
 def test_same_losses_as_under_torchrun() -> None:
     script = SCRIPTS / "rpc_embedding.py"
     on_gloo = mpirun.run_torchrun(2, [script], timeout=60)

@@ -37,6 +37,7 @@ def step(model: DDP, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.mpi
 @pytest.mark.sizes
 class TestOnAllRanks:
+    @pytest.mark.essential
     def test_memory_is_one(self) -> None:
         """What one rank writes, all see; each parameter has a storage of its own size."""
         model = make()
@@ -166,6 +167,7 @@ class TestOnAllRanks:
         with together(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
+    @pytest.mark.essential
     def test_copies_are_private(self) -> None:
         model = make(gradient_as_bucket_view=True)
         optimizer = NodeOptimizer(model, torch.optim.SGD, lr=0.1)

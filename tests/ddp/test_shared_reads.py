@@ -74,6 +74,7 @@ def weight(number: int, module: nn.Module) -> torch.Tensor:
     return parameter
 
 
+@pytest.mark.essential(keep=2)
 @pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("how", READERS)
 def test_reads_wait(how: str) -> None:

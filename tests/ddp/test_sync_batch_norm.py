@@ -90,6 +90,7 @@ def compare_step(
             assert_close(total, alone.get_parameter(name).grad, f"gradient of {name}", factor)
 
 
+@pytest.mark.essential(keep=3)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{len(shape) + 1}-D")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_shapes_and_dtypes(dtype, shape):
@@ -279,6 +280,7 @@ def make_net() -> _Net:
 
 
 class TestConversion:
+    @pytest.mark.essential
     def test_replaces_every_layer(self):
         net = make_net()
         net[1].momentum = None
@@ -320,6 +322,8 @@ class TestConversion:
             assert twin.state_dict().keys() == layer.state_dict().keys()
 
 
+@pytest.mark.essential(keep=2)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("wrapper", ["ours", "ours, compiled", "torch's", "torch's on gloo"])
 def test_trains_like_one_process(wrapper, request):

@@ -27,6 +27,7 @@ def assert_learned(ended: "list[dict]", steps: int) -> None:
     assert loss == pytest.approx(learned(ended[0]["worlds"], steps), rel=1e-6), worlds
 
 
+@pytest.mark.essential
 @needs_ulfm
 @pytest.mark.parametrize(
     "transport",

@@ -102,6 +102,7 @@ def test_who_is_not_let_in(tmp_path: Path) -> None:
     assert end(job)[0] == 0
 
 
+@pytest.mark.essential
 @needs_connections
 @pytest.mark.thorough
 def test_nobody_is_there(tmp_path: Path) -> None:

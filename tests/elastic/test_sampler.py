@@ -34,6 +34,7 @@ def consumed(world, samplers, batches, size):
     return taken
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_ranks_are_lost(world, shuffle):
     """Three ranks, then two, then one: together they see all elements once."""

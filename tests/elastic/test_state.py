@@ -32,6 +32,7 @@ def step(state):
     state.optimizer.step()
 
 
+@pytest.mark.smoke
 def test_all_have_what_the_first_has():
     model, optimizer = parts(RANK)
     state = elastic.State(model=model, optimizer=optimizer, step=RANK, words=["rank", RANK])
@@ -86,6 +87,7 @@ def test_all_had_begun_to_write():
         state.sync()
 
 
+@pytest.mark.essential
 def test_kept_copies():
     model, optimizer = parts(1)
     state = elastic.State(model=model, optimizer=optimizer, keep_copies=True)
@@ -119,6 +121,7 @@ def test_what_forward_changes_is_taken_back():
         assert not torch.equal(again[0], drawn[0])
 
 
+@pytest.mark.essential
 def test_a_job_that_is_started_again(mpi_tmp_path):
     def job():
         model, optimizer = parts(RANK)
@@ -174,6 +177,7 @@ def of_training(name):
     return list(Path("/dev/shm").glob(f"mpiddp-snapshots-*{name}*"))
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("place", ["checkpoint", "snapshot"])
 def test_random_numbers_of_a_job_that_is_started_again(place, mpi_tmp_path, training):
     """Each rank draws what it would have drawn."""

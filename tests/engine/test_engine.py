@@ -35,6 +35,7 @@ def count_backward(wrapped: DDP, *shape: int) -> dict[str, int]:
 
 @pytest.mark.mpi
 class TestCounters:
+    @pytest.mark.smoke
     def test_one_all_reduce_a_bucket(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         wrapped = DDP(model, bucket_cap_mb_list=[1e-6], transport="mpi")
@@ -44,6 +45,7 @@ class TestCounters:
             assert counted["chunks"] == (4 if size() > 1 else 0)
             assert counted["thread_chunks"] <= counted["chunks"]
 
+    @pytest.mark.essential(keep=2)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
     @pytest.mark.parametrize(("quarters", "chunks"), [(8, 2), (10, 3)])
     def test_large_bucket_travels_in_chunks(
@@ -70,6 +72,7 @@ class TestCounters:
         del counted["naps"]
         assert set(counted.values()) == {0}
 
+    @pytest.mark.essential
     def test_names(self) -> None:
         counters = DDP(nn.Linear(1, 1)).process_group.engine.counters
         names = {"submitted", "chunks", "thread_chunks", "naps", "heard", "missed"}
@@ -99,6 +102,7 @@ class TestLifeCycle:
         with pytest.raises(TypeError):
             Engine(False)  # type: ignore[call-arg]
 
+    @pytest.mark.smoke
     @pytest.mark.mpi(min_size=2)
     def test_thread_starts_with_the_first_channel_and_stops(self) -> None:
         from mpi4py import MPI
@@ -194,6 +198,7 @@ def run(folder: Path, source: str, limit: float = 60) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.essential
 @pytest.mark.timeout(100)
 def test_error_of_mpi_is_raised_where_backward_waits(tmp_path: Path) -> None:
     """An error that only the engine thread sees comes out of backward.

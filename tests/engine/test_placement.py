@@ -85,6 +85,7 @@ def test_of_ranks(environment: dict[str, str], tied: bool, tmp_path: Path) -> No
         }
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.mpi
 @pytest.mark.parametrize("cores", [{GIVEN[-1]}, set(GIVEN), set(), {1023}, {1 << 20}], ids=str)
 def test_of_an_engine(cores: set[int]) -> None:

@@ -195,6 +195,7 @@ class _Pausing(nn.Module):
         return y
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.mpi(min_size=2)
 def test_thread_reduces_while_backward_runs(views):
     """The first bucket travels while backward is still busy with the rest."""

@@ -51,6 +51,7 @@ print("done", os.getpid(), flush=True)
 """
 
 
+@pytest.mark.essential
 @pytest.mark.timeout(100)
 @pytest.mark.once
 def test_only_ranks_are_asked(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def run(folder: Path, source: str, ranks: int = 3) -> Job:
     return Job(dumps, done.returncode, done.stderr)
 
 
+@pytest.mark.essential
 @pytest.mark.thorough(keep=1)
 def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     job = run(

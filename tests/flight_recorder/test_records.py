@@ -28,6 +28,7 @@ def by_id() -> dict[int, ring.Record]:
     return {record[0]: record for record in ring.snapshot()}
 
 
+@pytest.mark.smoke
 def test_states() -> None:
     first, second, third = (ring.begin(7, number, CALL) for number in (5, 6, 7))
     assert ring.under_way() == 3
@@ -88,6 +89,7 @@ def test_the_call_of_a_number() -> None:
     assert by_id()[first][8] > 0  # it had ended well
 
 
+@pytest.mark.essential
 def test_frames_of_the_caller() -> None:
     def inner() -> int:
         return ring.begin(0, 1, CALL)
@@ -129,6 +131,7 @@ def test_nothing_is_recorded() -> None:
     assert ring.under_way() == 0
 
 
+@pytest.mark.essential
 def test_costs() -> None:
     """At most 1 us an operation and 50 ns a bucket."""
     ring.allocate(2000)

@@ -69,6 +69,7 @@ class TestChoice:
 
 
 class TestStreams:
+    @pytest.mark.smoke
     def test_an_event_passes_when_its_stream_comes_to_it(self, gpu: SimulatedRuntime) -> None:
         stream, event = Stream(gpu, 0), Event(gpu, 0)
         assert event.query()
@@ -126,6 +127,7 @@ class TestStreams:
         assert seen == [0]
         assert gpu.current_stream(CPU) == 0
 
+    @pytest.mark.essential
     def test_copies_of_pinned_memory(self, gpu: SimulatedRuntime) -> None:
         host, device = torch.arange(1000), torch.zeros(1000, dtype=torch.int64)
         before = gpu.counts.unpinned_copies
@@ -185,6 +187,7 @@ class TestStreams:
 
 
 class TestErrors:
+    @pytest.mark.essential
     def test_text(self, gpu: SimulatedRuntime) -> None:
         with pytest.raises(RuntimeError) as caught:
             gpu.host_unregister(4096)

@@ -50,6 +50,7 @@ FORMS = {
 }
 
 
+@pytest.mark.essential(keep=2)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_parameters(form, root):
     model = different()
@@ -138,6 +139,7 @@ def flat(value: object) -> list[tuple[str, Tensor | None]]:
     return found
 
 
+@pytest.mark.essential(keep=4)
 @pytest.mark.parametrize("steps", ["on the root", "elsewhere", "everywhere", "nowhere"])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_optimizer_state(make, steps):

@@ -48,6 +48,7 @@ def keys(decisions: list[Decision]) -> list[tuple[str, ...]]:
     return [tuple(key.removeprefix("allreduce.") for key in each.keys) for each in decisions]
 
 
+@pytest.mark.essential
 def test_all_reduces_of_a_kind_are_one():
     wanted = [reduce_of("a"), reduce_of("b", dtype="float64"), reduce_of("c")]
     assert keys(decide(wanted)) == [("c", "a"), ("b",)]

@@ -19,6 +19,7 @@ def weights(*shape: int) -> torch.Tensor:
     return torch.rand(shape, dtype=torch.float64, generator=generator)
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 @pytest.mark.parametrize("grouped", [False, True], ids=["single", "grouped"])
 def test_allreduce_is_reduced_alike(op, grouped):
@@ -55,6 +56,7 @@ def test_allgather_gives_the_average_of_own_rows(grouped):
         torch.testing.assert_close(x.grad, mean[start : start + RANK + 1])
 
 
+@pytest.mark.essential
 def test_broadcast_gives_the_average_to_its_root():
     x, w, root = leaf(2, 2), weights(2, 2), SIZE - 1
     (hvd.broadcast(x, root) * w).sum().backward()

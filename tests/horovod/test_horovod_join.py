@@ -11,6 +11,7 @@ import mpiddp.horovod as hvd
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes, pytest.mark.timeout(60)]
 
 
+@pytest.mark.essential
 def test_uneven_work():
     """Each rank has one batch more than the one before it."""
     means = []

@@ -32,6 +32,7 @@ def submit(place: int) -> tuple[int, object]:
     return handle, float(place + SIZE - 1)
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("seed", range(2))
 def test_any_order(seed):
     order = list(range(60))
@@ -93,6 +94,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_a_difference_is_an_error_on_all_ranks(what):

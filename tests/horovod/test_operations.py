@@ -44,6 +44,8 @@ def reduced(op: int, dtype: torch.dtype, shape: tuple[int, ...] = (3, 2)) -> tor
     return fold[op]().to(dtype)
 
 
+@pytest.mark.essential(keep=2)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product])
 def test_allreduce(op):
     kept = [of(RANK, dtype) for dtype in DTYPES]
@@ -151,6 +153,7 @@ def test_grouped_allreduce():
                 assert torch.equal(result, value)
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool], ids=str)
 def test_allgather(dtype):
     mine = of(RANK, dtype, (RANK + 1, 2))
@@ -174,6 +177,7 @@ def test_allgather_of_nothing_on_some_ranks():
         assert torch.equal(result, torch.cat([torch.empty(0, 3, dtype=torch.float64), *expected]))
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool], ids=str)
 def test_broadcast(dtype):
     for root in range(SIZE):
@@ -191,6 +195,7 @@ def test_broadcast(dtype):
                 assert torch.equal(result, of(root, dtype))
 
 
+@pytest.mark.essential
 def test_alltoall():
     equal = hvd.alltoall(torch.arange(SIZE * 2) + 100 * RANK)
     splits = [(RANK + rank) % 3 for rank in range(SIZE)]
@@ -241,6 +246,7 @@ def test_reducescatter_with_fewer_rows_than_ranks():
         assert torch.equal(result, whole if RANK == 0 else whole[1:])
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 def test_sparse_allreduce(op):
     indices = torch.tensor([[0, RANK % 4], [1, 2]])
@@ -254,6 +260,7 @@ def test_sparse_allreduce(op):
         torch.testing.assert_close(result.to_dense(), expected)
 
 
+@pytest.mark.essential
 def test_objects():
     objects = hvd.allgather_object({"rank": RANK, "list": [None] * RANK}, name="objects")
     from_last = hvd.broadcast_object(("of", RANK) if RANK == SIZE - 1 else None, SIZE - 1)
@@ -284,6 +291,7 @@ def test_adasum():
         assert len({str(bits.tolist()) for bits in gather(result)}) == 1
 
 
+@pytest.mark.essential
 def test_sync_batch_norm():
     torch.manual_seed(4)
     whole = torch.randn(3 * SIZE, 4, dtype=torch.float64)

@@ -33,6 +33,8 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.essential(keep=2)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_trains_as_one_process(make):
     model = net()
@@ -136,6 +138,7 @@ def test_sum():
     assert_replicated(model)
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 def test_buckets_are_reduced_while_backward_runs(compression, monkeypatch):
@@ -246,6 +249,7 @@ class Words(nn.Module):
         return y
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("as_dense", [False, True])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_sparse_gradients(as_dense, passes):

@@ -24,6 +24,7 @@ import mpiddp.horovod as hvd
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("passes", [2, 3])
 def test_backward_passes_per_step(passes):
     """Gradients are summed over passes and averaged over ranks, as in Horovod."""
@@ -175,6 +176,7 @@ def test_clipping():
     assert_trained_alike(model, alone, 20)
 
 
+@pytest.mark.essential
 def test_gradient_scaler():
     model = net()
     alone = copy.deepcopy(model)
@@ -281,6 +283,7 @@ def test_closure():
     assert_trained_alike(model, alone)
 
 
+@pytest.mark.essential
 def test_lbfgs():
     """It calls the closure several times in a step; without a line search, the same everywhere."""
     model = mlp(6, 1)
@@ -302,6 +305,7 @@ def test_lbfgs():
     assert_trained_alike(model, alone, 1000)
 
 
+@pytest.mark.essential
 def test_scheduler_state_and_hooks():
     model = net()
     alone = copy.deepcopy(model)

@@ -12,6 +12,7 @@ import mpiddp.horovod as hvd
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(60)]
 
 
+@pytest.mark.essential
 def test_the_set_of_all_ranks():
     whole = hvd.global_process_set
     with together():

@@ -20,6 +20,7 @@ NAMED_DEFAULTS = {
 }
 
 
+@pytest.mark.essential
 def test_no_name_is_missing():
     assert sorted(TABLE.keys() - set(dir(hvd))) == []
     assert sorted(TABLE.keys() - set(hvd.__all__)) == []

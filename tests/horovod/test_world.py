@@ -33,6 +33,7 @@ def again(monkeypatch):
     hvd.init()
 
 
+@pytest.mark.smoke
 @pytest.mark.mpi
 def test_place():
     with together():

@@ -138,6 +138,7 @@ class TestLoadedVersion:
         assert_refused(str(error.value), f"{OTHER_VENDOR} {VERSION}")
 
 
+@pytest.mark.smoke
 @pytest.mark.mpi
 def test_compiled_against_what_runs() -> None:
     from mpi4py import MPI
@@ -155,9 +156,11 @@ class TestTorch:
             versions.check_torch()
         return str(error.value)
 
+    @pytest.mark.smoke
     def test_this_one(self) -> None:
         versions.check_torch()
 
+    @pytest.mark.essential(keep=1)
     @pytest.mark.parametrize("name", METHODS)
     def test_wrapper_lacks_a_method(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr(torch.nn.parallel.DistributedDataParallel, name)

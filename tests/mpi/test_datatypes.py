@@ -39,6 +39,7 @@ NARROW = (torch.int8, torch.int16, torch.uint8, torch.uint16)
 WIDENED_SUMS = dict.fromkeys(NARROW, torch.int32)
 
 
+@pytest.mark.essential(keep=2)
 @pytest.mark.parametrize("dtype", [*PLAIN, *WIDENED], ids=name_of)
 def test_datatype_has_the_size_of_the_dtype(dtype: torch.dtype) -> None:
     from mpiddp.mpi import datatypes
@@ -59,6 +60,7 @@ def test_datatype_is_of_the_same_kind(dtype: torch.dtype) -> None:
     assert dtlib.to_numpy_dtype(how.datatype) == same.numpy().dtype
 
 
+@pytest.mark.essential(keep=2)
 @pytest.mark.parametrize("dtype", [*PLAIN, *WIDENED], ids=name_of)
 def test_mpi_can_add_it(dtype: torch.dtype) -> None:
     from mpi4py import MPI
@@ -150,6 +152,7 @@ def test_complex_numbers_are_not_ordered(dtype: torch.dtype, op: Any) -> None:
         datatypes.reduction(dtype, op)
 
 
+@pytest.mark.essential
 def test_message_names_what_can_be_reduced() -> None:
     from mpiddp.mpi import datatypes
 
@@ -198,6 +201,7 @@ class TestBuffer:
         _, count, _ = datatypes.buffer_of(torch.empty(0), MPI.FLOAT)
         assert count == 0
 
+    @pytest.mark.smoke
     def test_leaves_the_storage_resizable(self) -> None:
         # .numpy() would not.
         from mpiddp.mpi import datatypes

@@ -64,6 +64,7 @@ def step_all(models: Any, step: int, unused: Sequence[int]) -> None:
             assert_same_state(optimizer.state_dict(), models[0][1].state_dict())
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("name", ["momentum", "AdamW", "NAdam", "Adagrad", "the user's"])

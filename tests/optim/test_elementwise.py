@@ -40,6 +40,7 @@ def test_refused(optimizer_class: type[torch.optim.Optimizer], dtype: torch.dtyp
         find_state(lambda tensors: optimizer_class(tensors), dtype, "it")  # type: ignore[call-arg]
 
 
+@pytest.mark.essential(keep=2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex128])
 def test_taken(dtype: torch.dtype) -> None:
     for optimizer_class in (torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad):

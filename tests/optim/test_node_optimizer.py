@@ -32,6 +32,8 @@ from mpiddp.optim import NodeOptimizer
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes]
 
 
+@pytest.mark.essential(keep=5)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_same_as_the_plain_optimizer(name: str) -> None:
@@ -73,6 +75,7 @@ def test_after_200_steps(name: str, gloo: dist.ProcessGroup) -> None:
         assert_same_parameters(models[1][0], torchs, exact=exact)
 
 
+@pytest.mark.essential
 def test_fused_updates() -> None:
     """From the same state, each update is the same to two units in its last place."""
     (plain, optimizer), (model, own) = pair(
@@ -136,6 +139,7 @@ def test_late_ranks() -> None:
             assert torch.equal(stepped, expected)
 
 
+@pytest.mark.essential(keep=2)
 @pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_models(case: Case) -> None:
@@ -155,6 +159,7 @@ def test_models(case: Case) -> None:
     assert_same_parameters(models[1][0], models[0][0], exact, case.rounding)
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize(
     "optimizer_class",
     [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam],
@@ -379,6 +384,7 @@ def test_gradients_that_are_not_finite() -> None:
         own.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
+@pytest.mark.essential
 def test_training_goes_on() -> None:
     """Schedulers, hooks, closures, groups that come later, frozen and unused parameters."""
     torch.manual_seed(0)

@@ -19,6 +19,7 @@ from mpiddp.optim import NodeOptimizer
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes]
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("name", ["momentum", "AdamW", "the user's"])
 def test_checkpoints(name: str) -> None:
     """From the plain optimizer to the node's and back, in the middle of training."""
@@ -57,6 +58,7 @@ def test_state_of_one_rank(tmp_path: Any) -> None:
             assert of_optimizer["state"].keys() == plain_optimizer.state_dict()["state"].keys()
 
 
+@pytest.mark.essential
 def test_sharded_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> None:
     """torch.distributed.checkpoint: every rank writes a part, and plain DDP reads it."""
     import torch.distributed.checkpoint as checkpoint

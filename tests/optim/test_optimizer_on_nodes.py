@@ -26,6 +26,7 @@ def group(
         yield made
 
 
+@pytest.mark.essential(keep=2)
 def test_several_nodes(group: dist.ProcessGroup) -> None:
     """Each node steps its copies; all have the same bits, and those of plain DDP."""
     torch.manual_seed(4)

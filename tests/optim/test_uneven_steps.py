@@ -53,6 +53,7 @@ def test_settings_of_the_others() -> None:
     assert_alike(models[0][0], models[1][0])
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_clipped(norm_type: float) -> None:
     models = pair()

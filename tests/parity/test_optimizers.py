@@ -20,6 +20,8 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.essential(keep=4)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", ["mlp", "tied", "channels_last"])
 def test_steps_equal_those_of_one_process(case, optimizer, views):

@@ -164,6 +164,7 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
+@pytest.mark.essential
 @given(plan=plans())
 @drawn_together(EXAMPLES)
 def test_gradients_are_the_mean_of_all_ranks(plan):

@@ -84,6 +84,8 @@ def grids(gloo: dist.ProcessGroup) -> tuple[DeviceMesh, DeviceMesh]:
 class TestTorchsOwnWrapper:
     """torch's class, not ours, with torch's C++ reducer."""
 
+    @pytest.mark.essential(keep=2)
+    @pytest.mark.smoke(keep=1)
     @pytest.mark.parametrize("case", ["mlp", "attention", "tied"])
     def test_gradients(self, case, views, gloo):
         self.compare(gloo, CASES[case], gradient_as_bucket_view=views)
@@ -199,6 +201,8 @@ def compare_parameters(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 class TestFullyShard:
+    @pytest.mark.essential(keep=1)
+    @pytest.mark.smoke(keep=1)
     @pytest.mark.parametrize("reshard", [False, True], ids=["kept", "resharded"])
     def test_training(self, reshard, lines):
         pair = [sharded(mesh, reshard_after_forward=reshard) for mesh in lines]
@@ -240,6 +244,7 @@ class TestFullyShard:
                 assert_close(rough.bfloat16(), plain.bfloat16(), name, factor=SIZE)
                 assert rough.dtype == torch.float32
 
+    @pytest.mark.essential
     @several
     def test_replicas_of_shards(self, grids):
         pair = [sharded(mesh) for mesh in grids]
@@ -287,6 +292,7 @@ PLANS = {
 
 
 class TestTensorParallel:
+    @pytest.mark.essential(keep=1)
     @pytest.mark.parametrize("plan", PLANS)
     def test_training(self, plan, lines):
         torch.manual_seed(5)
@@ -327,6 +333,7 @@ class TestTensorParallel:
 LAYOUTS: list[Placement] = [Replicate(), Shard(0), Shard(1)]
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("source", LAYOUTS, ids=str)
 @pytest.mark.parametrize("target", LAYOUTS, ids=str)
 def test_layouts(source, target, lines):

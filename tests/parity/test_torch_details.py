@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from mpiddp import DistributedDataParallel as DDP
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.essential]
 several = pytest.mark.mpi(min_size=2)
 
 BUILT_IN = {

@@ -41,6 +41,8 @@ def wrap_both(
     )
 
 
+@pytest.mark.essential(keep=5)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_and_parameters(case, views, gloo):
     pair = wrap_both(CASES[case].make(), gloo, gradient_as_bucket_view=views)
@@ -63,6 +65,7 @@ def test_gradients_and_parameters(case, views, gloo):
         assert_replicated(pair[0])
 
 
+@pytest.mark.essential(keep=1)
 def test_parameters_unused_in_turn(views, gloo):
     """The same gradients, or None, when ranks use different parameters at each step."""
     names = ["a", "b", "c", "d"]
@@ -87,6 +90,7 @@ def test_parameters_unused_in_turn(views, gloo):
             assert_gradients_close(*map(gradients_of, pair))
 
 
+@pytest.mark.essential(keep=1)
 def test_accumulation_under_no_sync(views, gloo):
     pair = wrap_both(mlp(3, 4, 2), gloo, gradient_as_bucket_view=views)
     for step in range(6):
@@ -101,6 +105,7 @@ def test_accumulation_under_no_sync(views, gloo):
             assert_gradients_close(*map(gradients_of, pair))
 
 
+@pytest.mark.essential(keep=1)
 def test_second_backward_of_one_forward(views, gloo):
     """Only the first backward after a forward is averaged: so it is in torch's class."""
     pair = wrap_both(mlp(3, 4, 2), gloo, gradient_as_bucket_view=views)
@@ -134,6 +139,7 @@ class _Seen(nn.Module):
         return (self.weight * x).sum()
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("synchronise", [True, False], ids=["synchronised", "local"])
 def test_when_buffers_are_synchronised(synchronise, gloo):
     """At the same forward calls: in training, evaluation, under no_grad, around no_sync."""
@@ -176,6 +182,7 @@ def test_two_forwards_with_batch_norm_before_one_backward(gloo):
             assert all_bits(pair[0].named_buffers()) == all_bits(pair[1].named_buffers())
 
 
+@pytest.mark.essential
 def test_buckets_after_rebuilding(gloo):
     """The same parameters share a bucket, in the same order, as in torch's class."""
     widths = [4, 30, 8, 50, 3, 20, 20, 2]
@@ -189,6 +196,7 @@ def test_buckets_after_rebuilding(gloo):
         assert len(ours["rebuilt_bucket_sizes"].split(",")) == 3
 
 
+@pytest.mark.essential
 def test_checkpoints_are_interchangeable(gloo):
     pair = wrap_both(mlp(3, 4, 2), gloo)
     loss_of(pair[0], torch.randn(2, 3, dtype=torch.float64)).backward()
@@ -205,6 +213,7 @@ def test_checkpoints_are_interchangeable(gloo):
         plain.load_state_dict(unwrapped)
 
 
+@pytest.mark.smoke
 def test_same_arguments_as_torch():
     ours = dict(inspect.signature(DDP.__init__).parameters)
     own = ours.pop("transport")

@@ -43,6 +43,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.essential
 @pytest.mark.timeout(60)
 @pytest.mark.thorough
 def test_begins_and_ends_with_the_world(tmp_path: Path) -> None:

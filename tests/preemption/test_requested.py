@@ -35,6 +35,8 @@ def steps_until_requested(step, most=5000):
     return None
 
 
+@pytest.mark.essential(keep=3)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.parametrize("who", ["first", "last", "all"])
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
 def test_all_stop_at_one_step(who, number):
@@ -74,6 +76,7 @@ def test_ranks_that_do_not_wait_for_each_other(seed):
         assert stopped == [stopped[0]] * SIZE
 
 
+@pytest.mark.essential
 def test_nothing_happens():
     preemption.install()
     assert steps_until_requested(lambda count: None, 10_000) is None
@@ -137,6 +140,7 @@ def test_without_threads(monkeypatch):
         assert stopped == [5] * SIZE
 
 
+@pytest.mark.essential
 def test_wrong_use():
     with pytest.raises(RuntimeError, match=r"call mpiddp.preemption.install\(\) after init"):
         preemption.requested()

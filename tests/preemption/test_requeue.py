@@ -25,6 +25,7 @@ def become(program: Path, source: str) -> None:
     program.chmod(0o755)
 
 
+@pytest.mark.essential
 def test_asks_for_this_job(scontrol: Path) -> None:
     become(scontrol, f'echo "$@" > {scontrol}.heard')
     assert preemption.requeue()

@@ -122,11 +122,14 @@ def compare(operation: Operation, gloo: Group) -> None:
                 assert_close(own, other, name)
 
 
+@pytest.mark.essential(keep=3)
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_differentiable(name, gloo):
     compare(DIFFERENTIABLE[name], gloo)
 
 
+@pytest.mark.essential(keep=4)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.parametrize("name", FUNCTIONAL)
 def test_functional(name, gloo):
     compare(FUNCTIONAL[name], gloo)
@@ -157,6 +160,7 @@ def program(x: Tensor, group: Group) -> Tensor:
     return functional.all_reduce(swapped, "sum", group).cos() + mine
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.once
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

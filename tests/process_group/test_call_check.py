@@ -87,6 +87,7 @@ MISMATCHES: dict[str, tuple[Call, str, Call, str]] = {
 }
 
 
+@pytest.mark.essential(keep=2)
 @pytest.mark.parametrize("kind", MISMATCHES)
 def test_told_on_all_ranks_with_both_sides(checked: Any, kind: str) -> None:
     call_of_one, told_of_one, call_of_others, told_of_others = MISMATCHES[kind]
@@ -193,6 +194,7 @@ def test_rank_that_never_comes() -> None:
     dist.barrier()
 
 
+@pytest.mark.essential
 def test_training(checked: Any) -> None:
     """A whole training: torch's and our own collectives around it agree."""
     from mpiddp import DistributedDataParallel

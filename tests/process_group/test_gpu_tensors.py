@@ -80,6 +80,7 @@ def summed(value: float = 1.0) -> float:
 
 
 class TestOrder:
+    @pytest.mark.essential(keep=3)
     @pytest.mark.parametrize("later", [False, True], ids=["sync", "async"])
     @pytest.mark.parametrize("name", list(calls()))
     def test_between_a_producer_and_a_consumer(self, name: str, later: bool) -> None:
@@ -286,6 +287,7 @@ class TestFutures:
         assert seen[0].tolist() == [summed(0)] * 3
         assert doubled.tolist() == [2 * summed(0)] * 3
 
+    @pytest.mark.essential
     def test_completed_for_waiters_in_cpp(self) -> None:
         tensors = [torch.full((3,), float(index)) for index in range(5)]
         with on_gpu(SLOW) as simulated, current_stream(simulated):
@@ -293,6 +295,7 @@ class TestFutures:
             torch._C._collect_all(futures).wait()
             assert [tensor[0].item() for tensor in tensors] == [i * size() for i in range(5)]
 
+    @pytest.mark.essential
     def test_of_functional_collectives(self) -> None:
         """Waiting there calls the Work's wait, on the stream that is current there."""
         import torch.distributed._functional_collectives as functional
@@ -464,6 +467,7 @@ class TestState:
 
 
 class TestGroup:
+    @pytest.mark.essential
     def test_is_its_own_backend_for_every_device(self) -> None:
         cuda = torch.device("cuda")
         assert group()._get_backend(cuda) is group()
@@ -487,6 +491,7 @@ class TestGroup:
             group().bound_device_id = None
 
     # torch 2.11 says so at any profile.
+    @pytest.mark.essential
     @pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle")
     def test_profiler_shows_names(self) -> None:
         with on_gpu(), torch.profiler.profile() as profiler:

@@ -24,6 +24,7 @@ def total(group: dist.ProcessGroup | None) -> int:
 
 
 class TestMesh:
+    @pytest.mark.smoke
     def test_one_dimension(self):
         mesh = init_device_mesh("cpu", (SIZE,), mesh_dim_names=("all",))
         found = total(mesh.get_group())
@@ -33,6 +34,7 @@ class TestMesh:
             assert tuple(mesh.get_coordinate()) == (RANK,)
             assert found == sum(range(SIZE))
 
+    @pytest.mark.essential
     @several
     def test_two_dimensions(self, gloo):
         """Slices and flattened dimensions name the same ranks as with Gloo."""
@@ -86,6 +88,7 @@ class TestSubgroups:
             assert len(everyone) == SIZE // width
         dist.destroy_process_group(own)
 
+    @pytest.mark.essential
     @several
     def test_by_enumeration(self):
         """Each rank in one of the lists, in an order of their own, or in none."""
@@ -123,6 +126,7 @@ class TestSubgroups:
         for ring in sorted(set(mine)):
             dist.destroy_process_group(rings[ring])
 
+    @pytest.mark.essential
     @several
     def test_members_alone_make_a_group(self):
         """The others do not even call new_group."""
@@ -169,6 +173,7 @@ class TestOutside:
             assert dist.get_world_size(first) == (1 if RANK == 0 else -1)
             assert (first is dist.GroupMember.NON_GROUP_MEMBER) == (RANK > 0)
 
+    @pytest.mark.essential(keep=1)
     @pytest.mark.filterwarnings("ignore:Running .* on global rank")
     def test_collectives(self, first):
         x = torch.full((2,), 7.0)
@@ -229,6 +234,7 @@ def copies() -> Iterator[list[int]]:
     MPI.Comm.Free_keyval(keyval)
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("transport", ["mpi", "shared"])
 def test_what_a_wrapper_adds_goes_with_its_group(transport, copies):

@@ -51,6 +51,7 @@ class TestCommunicator:
             assert wrapped.join_process_group is dist.group.WORLD
             assert weight_gradient(wrapped) == SIZE + 1
 
+    @pytest.mark.essential(keep=1)
     @pytest.mark.mpi(min_size=2)
     def test_of_some_ranks_in_another_order(self, views):
         """Rank 0 of the communicator is the one whose model counts."""
@@ -103,6 +104,7 @@ class TestCommunicator:
 
 
 class TestMesh:
+    @pytest.mark.essential
     def test_of_one_dimension(self, gloo):
         mesh = init_device_mesh("cpu", (SIZE,))
         pair = (
@@ -136,6 +138,7 @@ class TestMesh:
 
 
 class TestUpdateProcessGroup:
+    @pytest.mark.essential(keep=1)
     @pytest.mark.mpi(min_size=2)
     def test_fewer_ranks_and_all_again(self, views):
         """The gradients are means over the ranks of the group that was set last."""
@@ -173,6 +176,7 @@ class TestUpdateProcessGroup:
         with together():
             assert wrapped.static_graph
 
+    @pytest.mark.essential
     @pytest.mark.mpi(min_size=2)
     def test_recognised_hook_follows(self):
         """A hook that was registered without a group serves the group that is set."""
@@ -197,6 +201,7 @@ class TestUpdateProcessGroup:
             assert weight_gradient(wrapped) == SIZE + 1
 
 
+@pytest.mark.essential
 def test_remove_autograd_hooks(gloo):
     """Gradients stay this rank's own from then on."""
     for model in (DDP(mlp(3, 2)), TorchDDP(mlp(3, 2), process_group=gloo)):
@@ -208,6 +213,7 @@ def test_remove_autograd_hooks(gloo):
             assert weight_gradient(model) == 2 * (RANK + 1)
 
 
+@pytest.mark.essential
 def test_check_reducer_finalized(gloo):
     for model in (DDP(mlp(3, 2)), TorchDDP(mlp(3, 2), process_group=gloo)):
         for _ in range(2):

@@ -97,6 +97,7 @@ def look_until_noticed(heartbeat: "Heartbeat", reasons: list[str]) -> None:
 class TestRing:
     pytestmark = marked
 
+    @pytest.mark.essential
     def test_each_node_watches_those_beside_it(self) -> None:
         before = sockets()
         for _ in range(3):

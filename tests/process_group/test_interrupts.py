@@ -112,6 +112,7 @@ def run(folder: Path, call: str, limit: int, at_once: bool = False, detail: bool
     return done.stdout
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "name",

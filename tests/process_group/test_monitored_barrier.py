@@ -47,6 +47,7 @@ def test_nobody_leaves_before_the_last_has_come() -> None:
         assert time.monotonic() - began > 0.09
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("all_ranks", [False, True])
 def test_missing_ranks_are_named_on_all(part: Any, all_ranks: bool) -> None:
     """And nobody has to wait for its own time limit once rank 0 has given up."""
@@ -121,6 +122,7 @@ def test_group_of_some_ranks() -> None:
     dist.barrier()
 
 
+@pytest.mark.essential
 def test_arguments(part: Any) -> None:
     with pytest.raises(TypeError, match=r"of type datetime\.timedelta, got 5"):
         dist.monitored_barrier(part, timeout=5)

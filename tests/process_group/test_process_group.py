@@ -29,6 +29,8 @@ pytestmark = [
 
 
 class TestBroadcast:
+    @pytest.mark.essential(keep=3)
+    @pytest.mark.smoke(keep=1)
     @pytest.mark.parametrize("dtype", EVERY, ids=name_of)
     def test_every_root_and_dtype(self, dtype: torch.dtype) -> None:
         for root in range(size()):
@@ -94,6 +96,7 @@ class TestBroadcast:
 
 
 class TestAllGather:
+    @pytest.mark.essential(keep=3)
     @pytest.mark.parametrize("dtype", EVERY, ids=name_of)
     def test_lists_of_every_dtype(self, dtype: torch.dtype) -> None:
         source = make(dtype, rank())
@@ -125,6 +128,7 @@ class TestAllGather:
         for seed, part in enumerate(output):
             assert_same_bits(part, make(torch.float32, seed, 60).view(6, 10).t())
 
+    @pytest.mark.essential(keep=1)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=name_of)
     def test_single_tensor(self, dtype: torch.dtype) -> None:
         expected = torch.cat([make(dtype, seed, 6) for seed in range(size())])
@@ -133,6 +137,7 @@ class TestAllGather:
             torch_versions.all_gather_single(output, make(dtype, rank(), 6).view(own))
             assert_same_bits(output, expected.view(shape))
 
+    @pytest.mark.essential
     @pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor.* is deprecated")
     def test_into_tensor(self) -> None:
         output = torch.empty(size(), 2, dtype=torch.int64)
@@ -161,6 +166,7 @@ class TestAllGather:
         with pytest.raises((TypeError, ValueError), match="float64"):
             group().all_gather_single(torch.zeros(size(), dtype=torch.float64), torch.ones(1))
 
+    @pytest.mark.smoke
     def test_objects(self) -> None:
         everyone: list[Any] = [None] * size()
         dist.all_gather_object(everyone, {"rank": rank(), "text": "x" * 10 ** (rank() + 1)})
@@ -186,6 +192,7 @@ class TestAllGather:
 
 
 class TestBarrier:
+    @pytest.mark.essential
     def test_nobody_leaves_before_the_last_one_came(self) -> None:
         dist.barrier()
         if rank() == size() - 1:
@@ -218,6 +225,7 @@ class TestWork:
             "barrier": (dist.barrier(async_op=True), []),
         }
 
+    @pytest.mark.essential
     def test_is_work(self) -> None:
         for name, (work, result) in self.started().items():
             assert isinstance(work, dist.Work), name
@@ -232,6 +240,7 @@ class TestWork:
                 else:
                     assert got.data_ptr() == expected.data_ptr(), name
 
+    @pytest.mark.smoke
     def test_future_runs_what_is_chained_to_it(self) -> None:
         work = dist.all_reduce(torch.ones(3), async_op=True)
         halved = work.get_future().then(lambda future: future.value()[0] / size())
@@ -244,12 +253,15 @@ class TestWork:
 
 
 class TestGroups:
+    @pytest.mark.smoke
     def test_default_group_has_torch_names(self) -> None:
         assert dist.get_backend() == "mpiddp"
         assert group().getBackendName() == "mpiddp"
         assert group().group_name
         assert dist.get_process_group_ranks(group()) == list(range(size()))
 
+    @pytest.mark.essential(keep=2)
+    @pytest.mark.smoke(keep=1)
     @pytest.mark.parametrize(
         "ranks",
         [
@@ -308,6 +320,7 @@ class TestGroups:
             dist.destroy_process_group(part)
             assert communicator == MPI.COMM_NULL  # freed
 
+    @pytest.mark.essential
     def test_gloo_group(self, gloo: Any) -> None:
         tensor = torch.tensor([float(rank())])
         dist.all_reduce(tensor, group=gloo)
@@ -321,6 +334,7 @@ class TestGroups:
             assert tensor.item() == sum(range(size()))
             dist.destroy_process_group(last)
 
+    @pytest.mark.smoke
     def test_store_is_shared(self) -> None:
         store = group().get_group_store()
         store.set(f"of rank {rank()}", str(rank()))
@@ -330,6 +344,7 @@ class TestGroups:
 
 
 class TestGatherAndScatter:
+    @pytest.mark.essential(keep=2)
     @pytest.mark.parametrize("dtype", EVERY, ids=name_of)
     def test_every_root_and_dtype(self, dtype: torch.dtype) -> None:
         for root in range(size()):
@@ -377,6 +392,7 @@ class TestGatherAndScatter:
 
 @pytest.mark.mpi(min_size=2)
 class TestTimeout:
+    @pytest.mark.essential
     @pytest.mark.parametrize("name", ["all_reduce", "barrier"])
     def test_rank_that_comes_late(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         from mpiddp.process_group import roll_call
@@ -415,6 +431,7 @@ class TestTimeout:
 class TestSharedMemory:
     """Inputs that are a part of the output, or the other way round, as NCCL allows."""
 
+    @pytest.mark.essential
     def test_all_gather(self) -> None:
         output = torch.zeros(size(), 3)
         output[rank()] = float(rank())
@@ -451,6 +468,7 @@ class TestSharedMemory:
 
 
 # torch 2.11 says so at any profile.
+@pytest.mark.smoke
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle")
 def test_profiler_sees_operations() -> None:
     """Under names like Gloo's "gloo:all_reduce"."""
@@ -468,6 +486,7 @@ class TestShorterCalls:
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 
+    @pytest.mark.smoke
     def test_reductions(self) -> None:
         ranks, last = size() * (size() - 1) / 2, size() - 1
         tensor = torch.full((2, 3), float(rank()))
@@ -488,6 +507,7 @@ class TestShorterCalls:
         self.group().reduce_scatter(tensor, parts).wait()
         assert tensor.tolist() == [float(rank() * size())] * 2
 
+    @pytest.mark.smoke
     def test_movement(self) -> None:
         last = size() - 1
         tensor = torch.full((2,), float(rank()))

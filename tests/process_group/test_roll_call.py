@@ -72,6 +72,7 @@ def until_all_are_here() -> None:
 class TestMissingRanks:
     pytestmark = marked
 
+    @pytest.mark.essential
     def test_named_with_what_they_called_last(self, part: "ProcessGroup") -> None:
         dist.broadcast(torch.ones(2, 3, dtype=torch.int16), src=1, group=part)
         last = size() - 1
@@ -85,6 +86,7 @@ class TestMissingRanks:
             assert "not answer" not in text
         until_all_are_here()
 
+    @pytest.mark.smoke
     def test_several(self, part: "ProcessGroup") -> None:
         if rank() == 0:
             text = message_of(lambda: dist.barrier(group=part))

@@ -49,6 +49,7 @@ def run(
     return [line for line in done.stderr.splitlines() if line and " in MPI_" not in line]
 
 
+@pytest.mark.essential
 @pytest.mark.thorough(keep=1)
 def test_a_collective(tmp_path: Path) -> None:
     """At 2 s, 4 s and perhaps 8 s, on the first rank that waits."""

@@ -58,6 +58,7 @@ def one_of_each(part: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
+@pytest.mark.smoke
 def test_every_operation_as_gloo(gloo: Any) -> None:
     """Each gives a Work; its future holds what Gloo's does, except for what ours is more."""
     ours, theirs = one_of_each(None), one_of_each(gloo)
@@ -110,6 +111,7 @@ def test_returns_before_the_others_have_come() -> None:
     dist.destroy_process_group(part)
 
 
+@pytest.mark.essential
 @pytest.mark.mpi(min_size=2)
 def test_progress_while_nobody_waits() -> None:
     """A large message arrives while the main thread computes, and nobody tests for it."""
@@ -163,12 +165,14 @@ def test_polling() -> None:
 
 
 class TestFutures:
+    @pytest.mark.smoke
     def test_value_is_the_tensor(self) -> None:
         tensor = torch.ones(3)
         future = dist.all_reduce(tensor, async_op=True).get_future()
         assert future.wait()[0].data_ptr() == tensor.data_ptr()
         assert future.done()
 
+    @pytest.mark.smoke
     def test_completed_for_waiters_in_cpp(self) -> None:
         """What waits below Python, as torch's reducer does, is woken though nobody tests."""
         tensors = [torch.full((1000,), float(index)) for index in range(20)]
@@ -177,6 +181,7 @@ class TestFutures:
         for index, tensor in enumerate(tensors):
             assert tensor[0] == index * size()
 
+    @pytest.mark.essential
     def test_continuations_may_start_collectives(self) -> None:
         """They run where they are added, so all ranks start everything in one order."""
 
@@ -192,6 +197,7 @@ class TestFutures:
         for index, chain in enumerate(chains):
             assert chain.wait()[0] == index * size() ** 2
 
+    @pytest.mark.essential
     @pytest.mark.mpi(min_size=2)
     def test_failure(self) -> None:
         part = dist.new_group(timeout=timedelta(seconds=0.3))
@@ -264,6 +270,7 @@ class TestThreadsAndGroups:
         for part in parts:
             dist.destroy_process_group(part)
 
+    @pytest.mark.essential
     def test_beside_gradients(self) -> None:
         """Asynchronous collectives go on while DistributedDataParallel reduces gradients."""
         from mpiddp import DistributedDataParallel
@@ -292,6 +299,7 @@ def test_waiting_burns_no_core() -> None:
 
 
 class TestCoalescing:
+    @pytest.mark.smoke
     def test_manager(self) -> None:
         tensors = [torch.ones(3), torch.full((2, 2), 2.0), torch.full((5,), 3.0)]
         with dist._coalescing_manager() as manager:
@@ -305,6 +313,7 @@ class TestCoalescing:
         manager.wait()
         assert outputs[1].tolist() == list(range(size()))
 
+    @pytest.mark.essential
     @pytest.mark.mpi(min_size=2)
     def test_old_way(self) -> None:
         received = torch.empty(3)

@@ -16,6 +16,7 @@ class Module:
     """Only numbered."""
 
 
+@pytest.mark.essential
 def test_read_while_one_is_added() -> None:
     group = sources.add(sources.Source("", range(2)))
     modules = WrappedModules(group)

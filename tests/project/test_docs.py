@@ -92,6 +92,7 @@ def test_environment_variables() -> None:
         assert len(re.findall(r"(?<!\\)\|", line)) == 6, line
 
 
+@pytest.mark.essential
 def test_every_argument_of_the_wrapper() -> None:
     named = " ".join(first_column(DOCS / "reference" / "ddp.md", "Arguments"))
     constructors = [
@@ -109,6 +110,7 @@ def test_every_argument_of_the_wrapper() -> None:
         assert f"`{argument.arg}`" in named
 
 
+@pytest.mark.smoke
 def test_every_operation_of_torch_distributed() -> None:
     page = DOCS / "reference" / "operations.md"
     named = " ".join(first_column(page, "Each operation"))

@@ -17,6 +17,7 @@ from mpiddp.transports import gpu_choice
 CPU = torch.device("cpu")
 
 
+@pytest.mark.smoke
 @pytest.mark.timeout(100)
 def test_under_mpirun() -> None:
     done = mpirun.run(2, ["-m", "mpiddp.doctor"], timeout=90)
@@ -73,6 +74,7 @@ def test_gpu_and_transport_asked_for(gpu: None, monkeypatch: pytest.MonkeyPatch)
         assert "gradients on the CPU: MPI_Iallreduce (transport 'mpi')" in lines
 
 
+@pytest.mark.essential
 @pytest.mark.mpi
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_gpu", lambda: None)

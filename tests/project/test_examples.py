@@ -48,6 +48,7 @@ def held_out_bits(stdout: str) -> tuple[float, float]:
     return float(bits[1]), float(bits[2])
 
 
+@pytest.mark.essential
 @pytest.mark.once
 @pytest.mark.timeout(120)
 def test_train_reaches_98_percent() -> None:

@@ -99,6 +99,7 @@ def assert_complete(package: Path) -> None:
     assert {name for name in others if "__pycache__" not in name and "." in name} == set()
 
 
+@pytest.mark.essential
 def test_installed_package_is_complete() -> None:
     if INSTALLED.is_relative_to(ROOT / "mpiddp"):
         pytest.skip("mpiddp is used from its source folder")
@@ -240,6 +241,7 @@ class TestStubs:
         _, room, name = module.__name__.split(".")
         return ast.parse((ROOT / "cython" / room / f"{name}.pyi").read_text())
 
+    @pytest.mark.essential(keep=4)
     def test_what_is_declared_exists(self, module: ModuleType, stub: ast.Module) -> None:
         for owner, name, node in declared(module, stub):
             assert hasattr(owner, name), f"{owner.__name__} has no {name}"

@@ -169,6 +169,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("variable", "value"),

@@ -31,6 +31,8 @@ def batches(count: int) -> list[Tensor]:
     return [batch_of(2, 3, dtype=torch.float64) for _ in range(count)]
 
 
+@pytest.mark.essential(keep=4)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.parametrize("to_none", [True, False], ids=["dropped", "zeroed"])
 @pytest.mark.parametrize("case", ["mlp", "tied", "odd layouts", "mixed dtypes"])
 def test_no_sync(case, to_none, views):
@@ -230,6 +232,7 @@ def test_one_model_inside_of_another_loss(views):
                 assert_gradients_close(gradients_of(wrapped), gradients_of(plain))
 
 
+@pytest.mark.essential(keep=1)
 def test_autograd_grad_averages_nothing(views):
     """autograd.grad returns the rank's own gradients and leaves .grad and the next step alone."""
     model = mlp(3, 4, 2)
@@ -251,6 +254,7 @@ def test_autograd_grad_averages_nothing(views):
             assert_gradients_close(gradients_of(wrapped), gradients_of(alone))
 
 
+@pytest.mark.essential(keep=1)
 def test_gradient_penalty(views):
     """A loss that itself contains a gradient with respect to the input."""
     model = mlp(3, 4, 1)
@@ -287,6 +291,7 @@ class _Checkpointed(nn.Module):
         return out
 
 
+@pytest.mark.essential(keep=2)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
 def test_activation_checkpointing(reentrant, views):
     model = _Checkpointed(reentrant)

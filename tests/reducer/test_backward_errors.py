@@ -45,6 +45,7 @@ class _Fragile(nn.Module):
             raise ValueError("broken on purpose")
 
 
+@pytest.mark.essential(keep=2)
 @pytest.mark.mpi
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("old_is_kept", [False, True], ids=["replaced", "old is kept"])

@@ -37,6 +37,7 @@ def model_of(*nbytes: int) -> GivenGradients:
     )  # fmt: skip
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("transport", ["shared", "mpi"])
 def test_default_sizes(transport):
     """From the last parameter to the first; smaller buckets where they are sent."""
@@ -144,6 +145,8 @@ def make(views: bool, cap: float = SMALLEST) -> tuple[GivenGradients, DDP]:
     return model, DDP(model, gradient_as_bucket_view=views, bucket_cap_mb=cap)
 
 
+@pytest.mark.essential
+@pytest.mark.smoke(keep=1)
 def test_rebuilt_once_in_the_order_of_rank_0(views):
     model, wrapped = make(views)
     with together():
@@ -228,6 +231,7 @@ def test_unused_parameters_come_last_when_rebuilt(views):
                 assert sorted(assignment(wrapped)) == [[0], [1], [2], [3]]
 
 
+@pytest.mark.essential(keep=1)
 def test_launched_in_order_of_index(views):
     """No bucket starts before its predecessors, in whatever order gradients arrive.
 
@@ -265,6 +269,7 @@ def test_launched_in_order_of_index(views):
         assert_replicated(wrapped)
 
 
+@pytest.mark.essential(keep=2)
 @pytest.mark.parametrize("cap", [0, SMALLEST, 40 / MIB, 0.01, 1000])
 def test_any_size_gives_the_mean(cap, views):
     model, wrapped = make(views, cap)

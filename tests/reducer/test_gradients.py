@@ -31,6 +31,8 @@ from mpiddp import DistributedDataParallel as DDP
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes]
 
 
+@pytest.mark.essential(keep=4)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.parametrize("case", CASES)
 def test_whole_batch(case, views):
     """One process on the whole batch, through several steps and the rebuilding of buckets."""
@@ -52,6 +54,8 @@ def test_whole_batch(case, views):
                 parameter.sub_(parameter.grad, alpha=0.1)
 
 
+@pytest.mark.essential(keep=4)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.parametrize("case", CASES)
 def test_mean_of_ranks(case, views):
     """The mean of what the ranks compute, which rounds no differently from it."""
@@ -63,6 +67,7 @@ def test_mean_of_ranks(case, views):
     )
 
 
+@pytest.mark.essential(keep=2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bit_gradients_are_rounded_once(dtype, views):
     # Their float32 sum is exact in any order, so there is one right answer to the last bit. A
@@ -80,6 +85,7 @@ def test_16_bit_gradients_are_rounded_once(dtype, views):
             assert torch.equal(model.p.grad, expected)
 
 
+@pytest.mark.essential(keep=2)
 @pytest.mark.parametrize(
     "dtype",
     [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64],
@@ -281,6 +287,7 @@ def test_gradients_set_by_hand(views):
             assert torch.equal(model.r.grad, mean + SIZE - 1)
 
 
+@pytest.mark.essential(keep=1)
 def test_gradient_layout(views):
     """Each gradient has its parameter's strides; with views it lives in its bucket."""
     model = CASES["odd layouts"].make()
@@ -338,6 +345,7 @@ def test_frozen_parameters_have_no_part(views):
         assert all_bits(model[2].named_parameters()) == before
 
 
+@pytest.mark.essential(keep=1)
 def test_hooks_of_the_user_see_what_autograd_gives(views):
     """A hook on the parameter's gradient changes what is averaged; on the mean it sees nothing."""
     model = GivenGradients(p=torch.zeros(3))
@@ -364,6 +372,7 @@ def test_inputs_get_their_own_gradients(views):
         assert len(set(gather(bits(own.grad)))) == SIZE
 
 
+@pytest.mark.essential(keep=1)
 def test_outputs_of_any_structure(views):
     class Structured(nn.Module):
         def __init__(self) -> None:

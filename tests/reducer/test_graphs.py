@@ -174,6 +174,8 @@ def wrap_both(
     )
 
 
+@pytest.mark.essential(keep=5)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.thorough(keep=9)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_gradients(name, views, gloo):
@@ -221,6 +223,7 @@ OUTPUTS: dict[str, tuple[Callable[[list[Tensor]], Any], Callable[[Any], list[Ten
 }
 
 
+@pytest.mark.essential(keep=2)
 @pytest.mark.parametrize("find", [False, True], ids=["all used", "find unused"])
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_outputs(kind, find, gloo):
@@ -298,6 +301,7 @@ def test_embedding_bag_with_sparse_gradients(gloo):
             assert_gradients_close(*map(gradients_of, pair), 2)
 
 
+@pytest.mark.essential
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
 def test_clipping_and_gradient_scaler(gloo):
     """AMP with gradients that are views: the same clipped steps, none where one overflows."""

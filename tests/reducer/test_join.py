@@ -90,6 +90,8 @@ def assert_same_training(ours: DDP, theirs: TorchDDP, seen: list, expected: list
     assert_same_bits(ours.named_parameters())
 
 
+@pytest.mark.essential(keep=4)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.parametrize("static", [True, False], ids=["initial size", "remaining size"])
 @pytest.mark.parametrize("counts", COUNTS)
 def test_gradients_and_final_model(counts, static, views, gloo):
@@ -280,6 +282,7 @@ class _Counting(nn.Module):
         return y
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("synchronise", [True, False], ids=["synchronised", "local"])
 @pytest.mark.parametrize("counts", ["rank 0 ends first", "rank 0 ends last"])
 def test_buffers(counts, synchronise, gloo):
@@ -425,6 +428,7 @@ def test_hook_in_python(name, views, gloo):
     assert_same_training(*pair, seen, expected)
 
 
+@pytest.mark.essential
 def test_attributes(gloo):
     ours, theirs = wrap_both(mlp(3, 2), gloo)
     with together():

@@ -67,6 +67,7 @@ def until_all_are_here() -> None:
 class TestMissingRanks:
     pytestmark = marked
 
+    @pytest.mark.essential(keep=1)
     @pytest.mark.thorough(keep=1)
     @pytest.mark.parametrize("transport", ["auto", "mpi"])
     def test_that_are_elsewhere(self, views, transport):

@@ -46,6 +46,7 @@ def assert_told(said: str, lost: int, begun: int) -> None:
         assert f"{lost} of {begun} on rank {LAST}; 0 of {begun - lost} on rank" in said
 
 
+@pytest.mark.essential(keep=2)
 @pytest.mark.parametrize(
     "dtype",
     [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64],
@@ -64,6 +65,7 @@ def test_forward_without_backward(dtype, views):
     loss_of(wrapped, draw(dtype)).backward()
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later"])
 def test_exception_of_forward_that_is_caught(first, views):
     wrapped = DDP(mlp(3, 4, 2), gradient_as_bucket_view=views)

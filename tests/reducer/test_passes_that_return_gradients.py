@@ -30,6 +30,7 @@ def penalty(model: nn.Module, x: Tensor, way: str) -> Tensor:
     return output.square().sum()
 
 
+@pytest.mark.essential(keep=2)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("way", ["inputs", "parameters", "backward"])
 def test_mean_of_what_backward_brings(how, way, views):

@@ -155,6 +155,7 @@ def _train(wrapped: DDP, change, *, accumulate: bool = False, unused: bool = Fal
                     parameter.sub_(parameter.grad, alpha=0.05)
 
 
+@pytest.mark.essential(keep=3)
 @pytest.mark.thorough(keep=12)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("option", OPTIONS)
@@ -225,6 +226,7 @@ def test_changed_between_forward_and_backward(change, views):
         assert_replicated(wrapped)
 
 
+@pytest.mark.essential(keep=2)
 @pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("change", ["new data", "set_", "gradients shared", "replaced"])
 def test_changed_by_a_hook(change, views, in_python):
@@ -254,6 +256,7 @@ def _ramp(module, factor=1.0):
 MEAN = (SIZE + 1) / 2
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
 def test_own_memory_in_another_order(dtype, views, in_python):
     """A gradient that is the memory of its place, but transposed or conjugated."""

@@ -37,6 +37,7 @@ class _Model(nn.Module):
         return y
 
 
+@pytest.mark.essential(keep=1)
 @HOW
 def test_gradients_and_what_travels(how, views, gloo):
     options = {

@@ -47,6 +47,8 @@ def tokens(rank: int, step: int = 0) -> Tensor:
     return torch.tensor([[rank, rank, 8], [step, (rank + step) % 9, 1]])
 
 
+@pytest.mark.essential(keep=2)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.parametrize("bag", [False, True], ids=["Embedding", "EmbeddingBag"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_mean(bag, dtype, views):

@@ -108,6 +108,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.essential(keep=4)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.thorough(keep=9)
 @pytest.mark.parametrize("find_unused", [False, True], ids=["", "find_unused_parameters"])
 @pytest.mark.parametrize("name", MODELS)
@@ -292,6 +294,7 @@ def test_two_forwards_before_one_backward(gloo):
             assert_gradients_close(*map(gradients_of, pair), 4)
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
 @pytest.mark.parametrize(
     "copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
@@ -318,6 +321,7 @@ def test_copies_still_reduce(copier, trained):
 
 
 class TestSetStaticGraph:
+    @pytest.mark.essential
     def test_after_construction(self, gloo):
         pair = (
             DDP(Twice()),
@@ -356,6 +360,7 @@ class TestGraphThatChanges:
         model = GivenGradients(**{name: torch.zeros(3) for name in names})
         return DDP(model, static_graph=True, **options)
 
+    @pytest.mark.essential
     def test_parameter_used_for_the_first_time(self, gloo):
         ours = self.wrapped()
         theirs = TorchDDP(copy.deepcopy(ours.module), static_graph=True, process_group=gloo)

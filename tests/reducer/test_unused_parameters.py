@@ -38,6 +38,7 @@ def assert_gradient(model: nn.Module, name: str, value: float | None) -> None:
         assert torch.equal(gradient, expected), f"{name}: {gradient}, not {value}"
 
 
+@pytest.mark.essential(keep=2)
 @CAPS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_unused_on_every_rank(dtype, cap, views):
@@ -69,6 +70,8 @@ def test_unused_on_every_rank(dtype, cap, views):
             assert {name: bits(model.get_parameter(name).grad) for name in "bc"} == before
 
 
+@pytest.mark.essential(keep=2)
+@pytest.mark.smoke(keep=1)
 @CAPS
 @pytest.mark.mpi(min_size=2)
 def test_unused_on_some_ranks(cap, views):
@@ -322,6 +325,8 @@ class TestError:
             assert_gradient(model, "c", 1)
         assert_replicated(wrapped)
 
+    @pytest.mark.essential(keep=1)
+    @pytest.mark.smoke(keep=1)
     @pytest.mark.mpi(min_size=2)
     def test_names_parameters_shapes_and_ranks(self, views):
         model = GivenGradients(

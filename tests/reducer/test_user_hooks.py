@@ -90,6 +90,7 @@ def _step(model, expected, before_backward=None):
     assert_replicated(model)
 
 
+@pytest.mark.essential(keep=3)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("option", ["plain", "find_unused_parameters", "static_graph"])
 def test_hook_added_after_wrapping(change, option, views, gloo):
@@ -230,6 +231,7 @@ def test_parameters_of_two_wrappers(views):
             _step(model, _mean(module, [FACTOR**2] * SIZE))
 
 
+@pytest.mark.essential(keep=1)
 def test_reentrant_checkpoint(views):
     """Parameters whose hooks run in a backward nested in another one."""
 
@@ -277,6 +279,7 @@ def test_hooks_that_raise(views):
     _step(model, _mean(model.module, [1] * SIZE))
 
 
+@pytest.mark.essential
 def test_hooks_go_with_the_wrapper():
     module = _module()
     model = DDP(module)

@@ -307,6 +307,7 @@ PARTS = {
 }
 
 
+@pytest.mark.essential
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("part", "runner"),
@@ -440,6 +441,7 @@ STARTS = {
 }
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("start", "runner"),

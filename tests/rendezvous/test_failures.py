@@ -97,6 +97,8 @@ OCCUPATIONS = {
 }
 
 
+@pytest.mark.essential(keep=1)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "occupation",
@@ -233,6 +235,7 @@ print("still here")
     assert job.seconds_after_failure < AT_ONCE
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("transport", ["auto", "exchange", "mpi"], ids="over {}".format)
 def test_killed_rank_ends_the_job(
     tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch

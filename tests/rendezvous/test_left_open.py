@@ -31,6 +31,7 @@ def run(
     return done
 
 
+@pytest.mark.essential
 @pytest.mark.thorough
 @pytest.mark.once
 def test_a_world(tmp_path: Path) -> None:

@@ -124,6 +124,7 @@ def test_import_does_not_initialise_mpi(tmp_path: Path) -> None:
     assert_clean(done, "not initialised")
 
 
+@pytest.mark.smoke
 @pytest.mark.thorough
 @pytest.mark.once
 def test_world_of_one_without_mpirun(tmp_path: Path) -> None:
@@ -146,6 +147,7 @@ def test_world_of_one_without_mpirun(tmp_path: Path) -> None:
     assert_clean(done, "trained twice")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_topology_variables_and_communicators(tmp_path: Path, ranks: int) -> None:
     done = launch(
@@ -234,6 +236,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.thorough(keep=1)
 @pytest.mark.once
 @pytest.mark.parametrize(
@@ -265,6 +268,7 @@ def test_end(tmp_path: Path, ending: str) -> None:
     assert_clean(done, "trained", 2)
 
 
+@pytest.mark.essential
 @pytest.mark.thorough
 def test_begin_again_after_torchs_own_end(tmp_path: Path) -> None:
     """Scripts written for torch end with torch's function; ours must then begin afresh."""
@@ -364,6 +368,7 @@ class TestThreadLevel:
 class TestWrongLauncher:
     """Every process believes that it is alone, although a launcher started several."""
 
+    @pytest.mark.essential(keep=1)
     @pytest.mark.thorough(keep=1)
     @pytest.mark.parametrize(
         "variables",

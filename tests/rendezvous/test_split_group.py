@@ -8,6 +8,7 @@ from group_data import rank, size
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(60)]
 
 
+@pytest.mark.smoke
 def test_halves() -> None:
     halves = [list(range(size() // 2)), list(range(size() // 2, size()))]
     part = dist.split_group(split_ranks=halves, group_desc="half")
@@ -25,6 +26,7 @@ def test_halves() -> None:
     dist.destroy_process_group(part)
 
 
+@pytest.mark.essential
 def test_rank_in_no_part() -> None:
     part = dist.split_group(split_ranks=[[size() - 1, 0]])
     if rank() in (0, size() - 1):

@@ -48,6 +48,7 @@ def is_open(store: LazyStore) -> bool:
     return False
 
 
+@pytest.mark.smoke
 def test_shared_by_all(store: LazyStore) -> None:
     store.set(f"of rank {RANK}", str(RANK))
     for other in range(SIZE):
@@ -63,6 +64,7 @@ def test_rank_0_serves_others_though_it_never_uses_it(store: LazyStore) -> None:
         assert is_open(store)
 
 
+@pytest.mark.essential
 def test_nobody_connects_who_does_not_use_it(store: LazyStore) -> None:
     if RANK == SIZE - 1:
         store.set("key", "value")
@@ -98,6 +100,7 @@ def _answers(store: Store) -> list[Any]:
     return answers
 
 
+@pytest.mark.essential
 def test_answers_like_torchs(store: LazyStore) -> None:
     if RANK == 0:
         torchs = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -120,6 +123,7 @@ def test_waits_as_long_as_it_was_told(store: LazyStore) -> None:
         assert time.monotonic() - began < 10
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("use", [False, True], ids=["unused", "used"])
 def test_nothing_is_left(use: bool) -> None:
     LazyStore(MPI.COMM_WORLD, True, TIMEOUT).close()

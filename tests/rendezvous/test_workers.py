@@ -57,6 +57,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.thorough(keep=1)
 @pytest.mark.once
 @pytest.mark.parametrize("how", ["forkserver", "spawn"])

@@ -45,6 +45,7 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, An
     return start_on_gloo(command, 2, env={"PYTHONUNBUFFERED": ""})
 
 
+@pytest.mark.smoke
 @pytest.mark.once
 def test_same_losses_as_under_torchrun(tmp_path: Path, torchrun: dict[int, dict[str, Any]]) -> None:
     snapshot = tmp_path / "snapshot.pt"
@@ -77,6 +78,7 @@ def test_what_is_kept(tmp_path: Path, torchrun: dict[int, dict[str, Any]]) -> No
         assert trained[rank]["losses"] == pytest.approx(torchrun[rank]["losses"], rel=1e-5)
 
 
+@pytest.mark.essential
 @pytest.mark.thorough
 @pytest.mark.once
 def test_what_scripts_hold_of_torch() -> None:
@@ -85,6 +87,7 @@ def test_what_scripts_hold_of_torch() -> None:
     assert done.stderr == REPLACED.replace("2 ranks", "1 rank") + "\n"
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.thorough
 @pytest.mark.once
 @pytest.mark.parametrize(
@@ -192,6 +195,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "how",

@@ -30,6 +30,7 @@ def command(script: str, ranks: int) -> list[Any]:
     return [SCRIPTS / script, *map(str, arguments[script])]
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "script",
@@ -62,6 +63,7 @@ def test_what_else_scripts_expect(ranks: int) -> None:
     assert sorted(said) == [str(rank) for rank in range(ranks)]
 
 
+@pytest.mark.essential
 def test_torchrun_from_python() -> None:
     inner = ["-m", "timeit", "-n", "1", "-r", "1"]
     done = launch(SCRIPTS / "calls_torchrun.py", "2", *inner)

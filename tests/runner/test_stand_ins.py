@@ -28,6 +28,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
 
 
+@pytest.mark.essential
 @pytest.mark.once
 @pytest.mark.usefixtures("installed")
 def test_what_is_imported(capfd: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,7 @@ def start(ranks: StartedRanks, function: Any, *arguments: Any) -> started_ranks.
     return ranks.run(function, Place(RANK, True), arguments)
 
 
+@pytest.mark.smoke
 def test_numbers_of_processes(ranks: StartedRanks) -> None:
     assert ranks.place_among(SIZE, "spawn") == Place(RANK, True)
     for count in (0, 1, SIZE + 1):
@@ -72,6 +73,7 @@ def test_numbers_on_two_nodes(two_nodes: StartedRanks) -> None:
     assert outcome.process_ids == tuple(everyone[rank] for rank in own)
 
 
+@pytest.mark.essential
 def test_all_values_come_back(ranks: StartedRanks) -> None:
     outcome = start(ranks, lambda: RANK * 10)
     assert outcome.values == tuple(rank * 10 for rank in range(SIZE))
@@ -163,6 +165,7 @@ def test_all_learn_of_a_failure(ranks: StartedRanks) -> None:
     assert "/started_ranks.py" not in str(raised.value)
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize(("code", "status"), [(0, 0), (None, 0), (3, 3), (-1, 255), ("why", 1)])
 def test_exit_statuses(ranks: StartedRanks, code: Any, status: int) -> None:
     def function() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiers
 
 # The ranks of `make test`, unless the number matters.
 SIZE_OF_PARTS = 3
@@ -94,8 +95,7 @@ def left_out(items: list[pytest.Item]) -> set[str]:
             keep[function] = mark.kwargs.get("keep", 0)
     unwanted = set()
     for function, tests in variants.items():
-        # Evenly over all, since neighbours are alike.
-        kept = {number * len(tests) // keep[function] for number in range(keep[function])}
+        kept = tiers.evenly(len(tests), keep[function])
         unwanted |= {test.nodeid for index, test in enumerate(tests) if index not in kept}
     return unwanted
 

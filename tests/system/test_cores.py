@@ -72,6 +72,7 @@ def test_openmp_ties_nothing(environment: dict[str, str]) -> None:
     assert ask(environment) == {"main": GIVEN, "available": GIVEN, "beside": [[], [], []]}
 
 
+@pytest.mark.essential
 @several_cores
 def test_what_the_launcher_allows_is_all() -> None:
     """As Open MPI does, which gives each rank one core unless told otherwise."""

@@ -54,6 +54,7 @@ def copies_are_right(size: int) -> bool:
     return torch.equal(target, source)
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("cached", [0, 1 << 40])
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_copies_of_every_alignment(number: int, cached: int) -> None:
@@ -201,6 +202,7 @@ def test_several_threads_at_once() -> None:
     assert not wrong
 
 
+@pytest.mark.essential
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_none_in_a_forked_child() -> None:
     helpers.allow(2)

@@ -86,6 +86,7 @@ class TestConversion:
         expected = encode(decode(values, source), target)
         assert_same(converted(name, values, source, target), expected, target)
 
+    @pytest.mark.essential(keep=1)
     @pytest.mark.parametrize("target", HALVES, ids=name_of)
     def test_float32_is_rounded_to_the_nearest(self, name: str, target: torch.dtype) -> None:
         values = np.concatenate(
@@ -413,6 +414,7 @@ class TestSelection:
             timeout=60,
         )
 
+    @pytest.mark.smoke
     def test_best_one_is_the_default(self) -> None:
         assert self.started_with(None).stdout.strip() == VARIANTS[-1]
 

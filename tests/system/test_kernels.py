@@ -113,6 +113,7 @@ def size() -> int:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=name_of)
 class TestEvery16BitValue:
+    @pytest.mark.essential(keep=2)
     @pytest.mark.parametrize("giver", ["first", "last"])
     def test_of_one_rank(self, dtype: torch.dtype, giver: str) -> None:
         values = every_value(dtype)

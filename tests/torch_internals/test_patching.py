@@ -33,6 +33,7 @@ def holder() -> Iterator[ModuleType]:
     del sys.modules[module.__name__]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("decorators", [1, 2])
 def test_decorated_function(decorators: int) -> None:
     def double(x: int) -> int:
@@ -49,6 +50,7 @@ def test_decorated_function(decorators: int) -> None:
     assert double(5) == 10
 
 
+@pytest.mark.smoke
 def test_plain_function(holder: ModuleType) -> None:
     def double(x: int) -> int:
         return 2 * x

@@ -10,6 +10,7 @@ from mpiddp import DistributedDataParallel as DDP
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
+    pytest.mark.smoke,
     # torch 2.11 says so at any profile.
     pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle"),
 ]

@@ -46,6 +46,7 @@ class OneParameter(nn.Module):
         return result
 
 
+@pytest.mark.smoke
 def test_within_reach():
     """With this torch nothing keeps the fast way shut: it would be missed by nobody but a clock."""
     assert tensors.within_reach()
@@ -58,10 +59,13 @@ def in_python(request: pytest.FixtureRequest) -> Iterator[bool]:
     tensors.stay_in_python(False)
 
 
+@pytest.mark.smoke
 def test_can_be_kept_in_python(in_python):
     assert tensors.within_reach() is not in_python
 
 
+@pytest.mark.essential(keep=6)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.mpi
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout, views, in_python):
@@ -80,6 +84,7 @@ def test_layouts(layout, views, in_python):
             torch.testing.assert_close(model.parameter.grad, torch.stack(made).mean(0))
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.mpi
 def test_channels_last(views, in_python):
     """Strides that are not those of a contiguous tensor, with a dimension of one."""
@@ -94,6 +99,7 @@ def test_channels_last(views, in_python):
         assert_replicated(wrapped)
 
 
+@pytest.mark.essential
 @pytest.mark.mpi
 def test_both_ways_give_the_same_bits(views):
     results = []
@@ -113,6 +119,7 @@ def test_both_ways_give_the_same_bits(views):
         assert results[0] == results[1]
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.mpi
 def test_gradient_that_others_hold(views, in_python):
     """A hook has seen the gradient, and a later one replaces it; all objects live on."""
@@ -135,6 +142,7 @@ def test_gradient_that_others_hold(views, in_python):
             assert seen[-1].tolist() == [RANK + step] * 4
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.mpi
 def test_data_that_was_replaced(views, in_python):
     """A parameter whose memory is another one since the model was wrapped."""

@@ -92,6 +92,8 @@ def gradient_of(rank: int, step: int, elements: int, dtype: torch.dtype) -> Tens
     return torch.randn(elements, generator=generator, dtype=torch.float64).to(dtype)
 
 
+@pytest.mark.essential(keep=4)
+@pytest.mark.smoke(keep=1)
 @pytest.mark.thorough(keep=24)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("elements", [1, 2, 3, 5, 1000, 300_001, 700_001])

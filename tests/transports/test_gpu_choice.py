@@ -57,6 +57,7 @@ def believe(monkeypatch: pytest.MonkeyPatch, ways: tuple[str, ...], why: str) ->
     monkeypatch.setattr("mpiddp.transports.gpu_support.worth_trying", lambda *_, **__: (ways, why))
 
 
+@pytest.mark.essential
 def test_this_mpi_means_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wheels are built without CUDA: nothing is tried. Another build is, here in vain."""
     trials = Trials(monkeypatch, device="it cannot", ring="it cannot")

@@ -110,6 +110,7 @@ def assert_summed(
         assert torch.equal(memory.tail.view(dtype), mean.to(dtype))
 
 
+@pytest.mark.essential(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums(opened: Opener, threaded: bool, kind: str, dtype: torch.dtype) -> None:

@@ -77,6 +77,7 @@ def reduce_some(staged: StagedChannel, dtype: torch.dtype) -> None:
 
 @several
 class TestMeans:
+    @pytest.mark.essential(keep=2)
     @pytest.mark.parametrize("name", ["shared", "mpi"])
     @pytest.mark.parametrize(
         "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str

@@ -35,6 +35,7 @@ def test_vendors(text: str, library: str) -> None:
     assert str(identify(text)) == library
 
 
+@pytest.mark.essential
 def test_this_mpi_is_known() -> None:
     from mpiddp.mpi.library import compiled_against, linked_version
 

@@ -28,6 +28,7 @@ def group(
         yield made
 
 
+@pytest.mark.essential(keep=1)
 def test_lanes_are_used(group: dist.ProcessGroup) -> None:
     wrapped = DDP(nn.Linear(1, 1), process_group=group, transport="shared")
     used = type(wrapped.reducer.channel.transport).__name__
@@ -35,6 +36,7 @@ def test_lanes_are_used(group: dist.ProcessGroup) -> None:
     assert used == "LaneTransport" or (one_node and used == "SharedTransport")
 
 
+@pytest.mark.essential(keep=4)
 @pytest.mark.thorough(keep=20)
 @pytest.mark.parametrize(
     "dtype",
@@ -59,6 +61,7 @@ def test_same_as_mpi(group: dist.ProcessGroup, elements: int, dtype: torch.dtype
         assert torch.equal(*gradients)
 
 
+@pytest.mark.essential(keep=1)
 @pytest.mark.thorough(keep=3)
 def test_many_buckets(group: dist.ProcessGroup, views: bool) -> None:
     """More than the window holds, of one chunk and of several, with late ranks."""

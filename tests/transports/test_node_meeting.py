@@ -20,6 +20,7 @@ def meeting(request: pytest.FixtureRequest) -> NodeMeeting:
     return NodeMeeting(MPI.COMM_WORLD, crowded=request.param or is_crowded(MPI.COMM_WORLD))
 
 
+@pytest.mark.essential(keep=1)
 def test_all_have_come(meeting: NodeMeeting) -> None:
     """Nobody leaves a round before all are there, and each reads what the others brought."""
     log = allocate_common(MPI.COMM_WORLD, 8, [(0, 8)])

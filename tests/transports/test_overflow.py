@@ -93,6 +93,7 @@ def gradients(dtype: torch.dtype, elements: int) -> torch.Tensor:
     return gradient
 
 
+@pytest.mark.essential(keep=2)
 @pytest.mark.thorough(keep=12)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("elements", [50, 300_001])

@@ -33,6 +33,7 @@ def mappings() -> int:
 
 @several
 class TestMemory:
+    @pytest.mark.essential
     def test_every_rank_sees_every_piece(self) -> None:
         from mpi4py import MPI
 
@@ -46,6 +47,7 @@ class TestMemory:
         MPI.COMM_WORLD.Barrier()
         assert [piece[4096] for piece in pieces] == [10 + rank for rank in range(SIZE)]
 
+    @pytest.mark.essential
     def test_nothing_is_left(self) -> None:
         from mpi4py import MPI
 
@@ -123,6 +125,8 @@ class TestMemory:
 
 @several
 class TestSums:
+    @pytest.mark.essential(keep=3)
+    @pytest.mark.smoke(keep=1)
     @pytest.mark.parametrize(
         "dtype",
         [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64],
@@ -252,6 +256,7 @@ def test_readers_of_a_broadcast_do_not_wake_each_other() -> None:
 
 @anywhere
 class TestChoice:
+    @pytest.mark.smoke
     def test_automatic_is_shared_memory_here(self) -> None:
         wrapped = DDP(nn.Linear(1, 1), transport="auto")
         transport = wrapped.reducer.channel.transport
@@ -265,6 +270,7 @@ class TestChoice:
             DDP(nn.Linear(1, 1))
         assert DDP(nn.Linear(1, 1), transport="mpi")
 
+    @pytest.mark.essential
     @pytest.mark.mpi(min_size=2)
     def test_ranks_that_choose_differently(self) -> None:
         with pytest.raises(RuntimeError, match="transport"):
