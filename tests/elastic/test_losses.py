@@ -200,6 +200,8 @@ def test_says_that_a_lost_rank_ends_the_job() -> None:
         ({}, "None"),
         ({"OMPI_MCA_mpi_ft_enable": "1"}, "self,tcp"),
         ({"OMPI_MCA_mpi_ft_enable": "1", "OMPI_MCA_btl": "self,sm"}, "self,sm"),
+        ({"OMPI_MCA_mpi_ft_enable": "1", "OMPI_MCA_btl": "^ofi"}, "self,tcp"),
+        ({"OMPI_MCA_mpi_ft_enable": "1", "OMPI_MCA_btl": "^ofi,tcp"}, "^ofi,tcp"),
     ],
 )
 def test_how_open_mpi_sends_where_ranks_may_be_lost(given: dict[str, str], then: str) -> None:
