@@ -5,8 +5,8 @@
 
 With --short (`make test`), and if nothing else chooses tests, it leaves out what is marked
 `thorough`, and runs on 3 ranks only what is not marked `sizes`; with --rest it runs the others.
-The files of the tests without MPI run in two processes at once, or as many as --jobs says: they
-mostly wait for jobs that they have started.
+The tests without MPI run in two processes at once, or as many as --jobs says, each of which takes
+the next file when it has ended one: they mostly wait for jobs that they have started.
 
 An exit code proves nothing: a job can lose a rank or skip every test and still exit
 with 0. So every rank reports each test that it finishes (launch_report.py), and those
@@ -29,6 +29,7 @@ from pathlib import Path
 
 import launch_progress
 import mpirun
+import patience
 
 SUPPORT = Path(__file__).resolve().parent
 TESTS = SUPPORT.parent
@@ -54,6 +55,7 @@ class RankReport:
     tests: dict[str, list[int]] = field(default_factory=dict)
     alone: set[str] = field(default_factory=set)
     files: dict[str, str] = field(default_factory=dict)
+    claimed: set[str] = field(default_factory=set)
     outcomes: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -77,6 +79,8 @@ class RankReport:
                     report.size = size
                 case {"event": "collected", "tests": tests, "alone": alone, "files": files}:
                     report.tests, report.alone, report.files = tests, set(alone), files
+                case {"event": "claimed", "tests": tests}:
+                    report.claimed.update(tests)
                 case {"event": "running", "test": test}:
                     report.running = test
                 case {"event": "failed", "test": test, "text": text}:
@@ -204,12 +208,18 @@ def run(
         start_new_session=True,  # ^C comes to the launcher alone, which ends the job
     )
     _running.append(process)
+    began, limit = time.monotonic(), 0.0
     try:
-        printed, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return None, ""
-    else:
-        return process.returncode, printed or ""
+        while True:
+            limit = max(limit, patience.enough(timeout))  # as busy as the machine has been
+            left = began + limit - time.monotonic()
+            try:
+                printed, _ = process.communicate(timeout=max(min(left, 60), 0))
+            except subprocess.TimeoutExpired:
+                if left <= 60:
+                    return None, ""
+            else:
+                return process.returncode, printed or ""
     finally:
         _running.remove(process)
         # mpirun ends its ranks, and pytest what its tests have started, if they can.
@@ -330,12 +340,13 @@ def run_tests(
     options: argparse.Namespace,
     arguments: list[str],
     later: float = 0.0,
-    quiet: bool = False,
+    claims: Path | None = None,
 ) -> Totals:
     """Run the expected tests on `size` ranks, in plain pytest if it is 0.
 
-    `later` is how many seconds the runs after this one take. If `quiet`, what the run prints is
-    shown when it has ended: others run beside it.
+    `later` is how many seconds the runs after this one take. With `claims`, a folder, others run
+    beside this one: the first to claim a file there has it, all that are claimed are taken from
+    `expected`, and what the run prints is shown when it has ended.
     """
     with tempfile.TemporaryDirectory(prefix="mpiddp-tests-", ignore_cleanup_errors=True) as name:
         directory = Path(name)
@@ -353,16 +364,22 @@ def run_tests(
         title = f"{size} rank{'s' if size > 1 else ''}" if size else "without MPI"
         say(f"=== {title}: {shlex.join(command)}")
         start = time.monotonic()
-        with launch_progress.Progress(directory / "rank-0.jsonl", expected, size, later):
-            output = subprocess.PIPE if quiet else None
-            status, printed = run(command, directory, options.job_timeout, output)
-        if printed:
+        if claims is None:
+            with launch_progress.Progress(directory / "rank-0.jsonl", expected, size, later):
+                status, _ = run(command, directory, options.job_timeout)
+        else:
+            (claims / directory.name).symlink_to(directory / "rank-0.jsonl")
+            status, printed = run(command, directory, options.job_timeout, subprocess.PIPE)
             say(printed)
         seconds = time.monotonic() - start
         reports = [
             RankReport.read(directory / f"rank-{rank}.jsonl") for rank in range(max(size, 1))
         ]
-        totals, problems = judge(expected, reports, size, status)
+        due = expected
+        if claims is not None:
+            due = reports[0].claimed
+            expected -= due
+        totals, problems = judge(due, reports, size, status)
         if totals.failed:
             show_failures(reports, directory)
         if options.measure:
@@ -383,31 +400,42 @@ def run_at_once(
     """Run tests without MPI, their files in several processes at once, and then those alone."""
     alone = expected & collected.alone
     chosen = [argument for argument in arguments if Path(argument).is_absolute()]
-    if options.jobs == 1 or options.measure or any("::" in path for path in chosen):
+    if options.jobs == 1 or any("::" in path for path in chosen):
         return run_tests(expected, 0, options, arguments, later)
     others = [argument for argument in arguments if argument not in chosen]
-    parts = launch_progress.split(
-        {test: collected.files[test] for test in expected - alone}, options.jobs
-    )
+    # They would race for pytest's cache.
+    others += ["-p", "no:cacheprovider"]
+    unclaimed = expected - alone
+    files = launch_progress.longest_first({test: collected.files[test] for test in unclaimed})
+    jobs = min(options.jobs, len(files))
     totals = Totals()
-    with ThreadPoolExecutor(options.jobs) as threads:
+    with (
+        tempfile.TemporaryDirectory(prefix="mpiddp-claims-") as name,
+        launch_progress.Progress(Path(name), set(unclaimed), 0, later, jobs),
+        ThreadPoolExecutor(max(jobs, 1)) as threads,
+    ):
+        arguments = [*others, "--launch-alone=without", f"--launch-claims={name}", *files]
 
-        def start(part: set[str], quiet: bool) -> Totals:
-            files = sorted({collected.files[test] for test in part})
-            which = f"--launch-alone={'without' if quiet else 'only'}"
-            # They would race for pytest's cache.
-            extra = [*others, which, "-p", "no:cacheprovider"]
-            return run_tests(part, 0, options, [*extra, *files], later, quiet)
+        def start(_: int) -> Totals:
+            return run_tests(unclaimed, 0, options, arguments, later, Path(name))
 
         try:
-            for found in list(threads.map(lambda part: start(part, quiet=True), parts)):
+            for found in list(threads.map(start, range(jobs))):
                 totals += found
         except BaseException:
             for process in list(_running):
                 process.send_signal(signal.SIGINT)
             raise
-        if alone:
-            totals += start(alone, quiet=False)
+    if unclaimed:
+        say(f"{len(unclaimed)} tests without MPI did not run: {some(sorted(unclaimed))}")
+        totals.failed += 1
+    if alone:
+        arguments = [
+            *others,
+            "--launch-alone=only",
+            *sorted({collected.files[one] for one in alone}),
+        ]
+        totals += run_tests(alone, 0, options, arguments, later)
     return totals
 
 

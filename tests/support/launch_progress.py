@@ -60,24 +60,14 @@ class Estimate:
         return total
 
 
-def split(tests: Mapping[str, str], count: int) -> list[set[str]]:
-    """Return tests, given with their files, in parts that take about as long without MPI.
-
-    All tests of a file are in one part.
-    """
+def longest_first(tests: Mapping[str, str]) -> list[str]:
+    """Return the files of tests, given with their files, those first that take longest."""
     estimate = Estimate()
     files: dict[str, set[str]] = {}
     for test, file in tests.items():
         files.setdefault(file, set()).add(test)
     seconds = {file: estimate.of(of_it, 0) for file, of_it in files.items()}
-    parts: list[set[str]] = [set() for _ in range(count)]
-    load = [0.0] * count
-    # The longest first, each to the part with the least so far.
-    for file in sorted(files, key=lambda file: (-seconds[file], file)):
-        least = load.index(min(load))
-        parts[least] |= files[file]
-        load[least] += seconds[file]
-    return [part for part in parts if part]
+    return sorted(files, key=lambda file: (-seconds[file], file))
 
 
 def in_words(seconds: float) -> str:
@@ -90,14 +80,18 @@ class Progress:
     """A thread that prints a line now and then while one run goes on.
 
     Args:
-        report: of rank 0.
+        report: of rank 0, or a folder with those of processes beside each other.
         expected: the tests of this run.
         size: its number of ranks.
         later: seconds that the runs after it take.
+        jobs: how many processes there are.
     """
 
-    def __init__(self, report: Path, expected: set[str], size: int, later: float) -> None:
+    def __init__(
+        self, report: Path, expected: set[str], size: int, later: float, jobs: int = 1
+    ) -> None:
         self._report = report
+        self._jobs = max(jobs, 1)
         self._expected = expected
         self._size = size
         self._later = later
@@ -117,8 +111,8 @@ class Progress:
     def line(self) -> str:
         """Return what is running and how much is left."""
         ended, running = self._events()
-        left = self._estimate.of(self._expected - ended, self._size)
-        due = self._estimate.of(ended, self._size)
+        left = self._estimate.of(self._expected - ended, self._size) / self._jobs
+        due = self._estimate.of(ended, self._size) / self._jobs
         elapsed = time.monotonic() - self._began
         # Before enough has run to judge this machine by, it is taken for the measured one.
         factor = min(max(elapsed / due, 0.5), 10.0) if due > PERIOD else 1.0
@@ -133,22 +127,26 @@ class Progress:
 
     def _events(self) -> tuple[set[str], str]:
         ended: set[str] = set()
-        running = ""
-        try:
-            lines = self._report.read_text(encoding="utf-8").splitlines()
-        except OSError:
-            return ended, running
-        for line in lines:
+        running: list[str] = []
+        reports = self._report.glob("mpiddp-*") if self._report.is_dir() else [self._report]
+        for report in reports:
+            now = ""
             try:
-                event = json.loads(line)
-            except ValueError:
-                break  # it is being written
-            if event["event"] == "done":
-                ended.add(event["test"])
-                running = ""
-            elif event["event"] == "running":
-                running = event["test"]
-        return ended & self._expected, running
+                lines = report.read_text(encoding="utf-8").splitlines()
+            except OSError:
+                continue
+            for line in lines:
+                try:
+                    event = json.loads(line)
+                except ValueError:
+                    break  # it is being written
+                if event["event"] == "done":
+                    ended.add(event["test"])
+                    now = ""
+                elif event["event"] == "running":
+                    now = event["test"]
+            running += [now] if now else []
+        return ended & self._expected, " and ".join(running)
 
     def _run(self) -> None:
         while not self._ending.wait(PERIOD):

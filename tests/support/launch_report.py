@@ -38,6 +38,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="short: not what is marked thorough, most of it on 3 ranks only; rest: the others",
     )
     group.addoption(
+        "--launch-claims",
+        type=Path,
+        metavar="DIR",
+        help="run those files that no other process has claimed in DIR, in the order given",
+    )
+    group.addoption(
         "--launch-alone",
         choices=("only", "without"),
         help="only: what is marked alone; without: the others",
@@ -156,6 +162,30 @@ class Report:
         """Report a file that cannot be collected."""
         if report.failed:
             self.write("failed", test=report.nodeid, text=report.longreprtext)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """Run the files that no other process has claimed; without claims, leave it to pytest."""
+        folder: Path | None = session.config.option.launch_claims
+        if folder is None or session.config.option.collectonly or session.testsfailed:
+            return None
+        files: dict[Path, list[pytest.Item]] = {}
+        for item in session.items:
+            files.setdefault(item.path, []).append(item)
+        for number, items in enumerate(files.values()):
+            try:
+                (folder / str(number)).touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            self.write("claimed", tests=[item.nodeid for item in items])
+            # After the last one of a file, all fixtures end: the next file may not be ours.
+            for item, following in zip(items, [*items[1:], None], strict=True):
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                if session.shouldfail:
+                    raise session.Failed(session.shouldfail)
+                if session.shouldstop:
+                    raise session.Interrupted(session.shouldstop)
+        return True
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Report which test starts."""
