@@ -17,8 +17,9 @@ DIGEST = re.compile(r"^all (\d+) replicas hold the same bits: sha256 ([0-9a-f]{6
 ACCURACY = re.compile(r"^test accuracy ([0-9.]+)% after (\d+) epochs", re.M)
 BITS = re.compile(r"([0-9.]+) bits per character before \d+ steps, ([0-9.]+) after")
 
-pytest.importorskip("sklearn")
-pytest.importorskip("tqdm")
+# Without importing them, which takes seconds wherever tests are collected.
+if not all(map(importlib.util.find_spec, ("sklearn", "tqdm"))):
+    pytest.skip("needs scikit-learn and tqdm", allow_module_level=True)
 
 
 def run_example(name: str, n: int, *args: object) -> tuple[str, str]:

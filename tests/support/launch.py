@@ -118,6 +118,14 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def shown(command: list[str]) -> str:
+    """Return a command, of its many files but the first."""
+    files = [argument for argument in command if argument.endswith(".py")]
+    left_out = set(files[1:]) if len(files) > 3 else set()
+    text = shlex.join(argument for argument in command if argument not in left_out)
+    return f"{text} and {len(left_out)} more" if left_out else text
+
+
 def some(names: list[str]) -> str:
     """List the first names."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
@@ -362,7 +370,7 @@ def run_tests(
             stop = ["-x"] if size > 1 else []
             command = [*launched, *command, *extra, *stop, *arguments]
         title = f"{size} rank{'s' if size > 1 else ''}" if size else "without MPI"
-        say(f"=== {title}: {shlex.join(command)}")
+        say(f"=== {title}: {shown(command)}")
         start = time.monotonic()
         if claims is None:
             with launch_progress.Progress(directory / "rank-0.jsonl", expected, size, later):
@@ -462,7 +470,12 @@ def main(argv: list[str]) -> int:
         if size == 0:
             totals += run_at_once(expected, collected, options, arguments, later)
         else:
-            totals += run_tests(expected, size, options, arguments, later)
+            # Not all files: importing those that have nothing for these ranks takes a while.
+            files = list(dict.fromkeys(collected.files[test] for test in tests if test in expected))
+            if any("::" in argument for argument in arguments):
+                files = [argument for argument in arguments if Path(argument).is_absolute()]
+            others = [argument for argument in arguments if not Path(argument).is_absolute()]
+            totals += run_tests(expected, size, options, [*others, *files], later)
 
     if too_large := [test for test, (fewest, _) in tests.items() if fewest > max(sizes)]:
         say(f"{len(too_large)} tests need more than {max(sizes)} ranks: {some(too_large)}")

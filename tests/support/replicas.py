@@ -9,16 +9,18 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, settings
 from models import loss_of, mlp
 from torch import Tensor, nn
 
 from mpiddp import DistributedDataParallel as DDP
+
+if TYPE_CHECKING:
+    from hypothesis import settings
 
 
 def _place_in_world() -> tuple[int, int]:
@@ -74,11 +76,13 @@ def together() -> Iterator[None]:
     assert not failed, "\n".join(failed)
 
 
-def drawn_together(examples: int) -> settings:
+def drawn_together(examples: int) -> "settings":
     """Return settings with which hypothesis draws the same examples on all ranks.
 
     No shrinking: an example that hangs until a time limit would be tried hundreds of times.
     """
+    from hypothesis import HealthCheck, Phase, settings  # takes a second, and few need it
+
     return settings(
         max_examples=examples,
         derandomize=True,
