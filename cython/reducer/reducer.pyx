@@ -375,7 +375,7 @@ cdef class Reducer(ReducerState):
             self.incomplete |= sparse.reduce(self)
         if self.post_backward_futures:
             futures, self.post_backward_futures = self.post_backward_futures, []
-            wait_for_all(futures, self.process_group.rank(), self.timeout)
+            wait_for_all(futures, self.process_group.rank(), self.process_group.timeout)
         self._after_reduction()
         if self.out_of_step:
             self.out_of_step = False

@@ -30,7 +30,6 @@ cdef class ReducerState:
     cdef readonly object assign_buckets
     cdef readonly object describe_parameter
     cdef object report_missing
-    cdef object timeout
     cdef double world_size
     cdef readonly double divisor            # smaller, while some ranks have joined
     cdef readonly dict channels

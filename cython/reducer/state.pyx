@@ -65,7 +65,6 @@ cdef class ReducerState:
         self.assign_buckets = assign_buckets
         self.describe_parameter = describe_parameter
         self.report_missing = report_missing
-        self.timeout = process_group.timeout
         self.world_size = self.divisor = process_group.size()
         self.expect_sparse = list(expect_sparse) if expect_sparse else [False] * count
         self.has_sparse = any(self.expect_sparse)
@@ -169,7 +168,8 @@ cdef class ReducerState:
         """Wait for the mean of a bucket; note the parameters that no rank used."""
         self.waiting_for = bucket.index
         try:
-            if bucket.channel.wait(&bucket.job, self.timeout.total_seconds()) == WAIT_TIMED_OUT:
+            limit = self.process_group.timeout.total_seconds()  # it may have been set since
+            if bucket.channel.wait(&bucket.job, limit) == WAIT_TIMED_OUT:
                 raise_timed_out(self, bucket, explain_missing(self, bucket))
         except BaseException:
             # Nobody waits for the others of this backward either.

@@ -295,10 +295,11 @@ class TestBufferHook:
             loss.backward()
 
     def test_future_that_never_completes(self):
-        group = dist.new_group(timeout=timedelta(seconds=0.5))
+        group = dist.new_group()
         wrapped = DDP(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), process_group=group)
         wrapped._register_buffer_comm_hook(None, lambda *_: [torch.futures.Future()])
         loss = wrapped(torch.randn(4, 3)).sum()
+        group.set_timeout(timedelta(seconds=0.5))
         with together(), pytest.raises(RuntimeError, match=r"hook of the buffers .* within 0.5 s"):
             loss.backward()
         dist.destroy_process_group(group)
