@@ -56,6 +56,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tiers.settle(items)  # before `-m` looks at the marks
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Give tests more time on a busy machine, before pytest-timeout sets its timer."""
+    import patience
+
+    mark = item.get_closest_marker("timeout")
+    seconds = mark.args[0] if mark is not None else item.config.getoption("timeout")
+    if seconds and patience.factor() > 1:
+        item.add_marker(pytest.mark.timeout(patience.enough(seconds)), append=False)
+    return (yield)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_directory(path: Path) -> Generator[None, pytest.Collector, pytest.Collector]:
     """Let no test be taken for marked because its folder is called mpi: pytest-mpi looks there."""

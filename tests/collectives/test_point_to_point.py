@@ -176,7 +176,7 @@ def test_waiting_too_short_and_then_long_enough() -> None:
         began = time.monotonic()
         with pytest.raises(RuntimeError, match=r"recv on process group .* has waited 0\.2 s"):
             work.wait(timedelta(seconds=0.2))
-        assert 0.19 < time.monotonic() - began < 2
+        assert time.monotonic() - began > 0.19
         assert not work.is_completed()
         dist.barrier()
         work.wait()

@@ -164,13 +164,17 @@ def test_engine_thread_blocks_all_signals_and_asks_for_short_turns() -> None:
     channel = engine.open_channel(MessageTransport(Wire(communicator)), communicator)
     started = set(os.listdir("/proc/self/task")) - before
     assert len(started) == 1
-    time.sleep(0.2)  # the C library blocks them, too, while it starts a thread
     # All but KILL and STOP, and those that the C library keeps for itself (32 and 33).
     unblockable = {9, 19, 32, 33}
     thread = int(started.pop())
+    # The C library blocks them, too, until a thread runs.
+    until = time.monotonic() + 20
+    while Path(f"/proc/self/task/{thread}/comm").read_text() != "mpiddp engine\n":
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    time.sleep(0.1)
     blocked = blocked_signals(thread)
     assert {s for s in range(1, 65) if not blocked >> (s - 1) & 1} <= unblockable
-    assert Path(f"/proc/self/task/{thread}/comm").read_text() == "mpiddp engine\n"
     assert slice_of(thread) in (None, 100_000)
     engine.close_channel(channel)
     engine.stop()
@@ -251,7 +255,12 @@ def test_error_of_mpi_is_raised_where_backward_waits(tmp_path: Path) -> None:
                 print(f"rank {rank} was told again")
         # What is left of that communicator does not end well.
         sys.stdout.flush()
-        time.sleep(1)
+        told = f"{__file__}.told"
+        if rank == 1:
+            open(told, "w").close()
+        while not os.path.exists(told):
+            time.sleep(0.01)
+        time.sleep(0.5)  # for the launcher to read what was printed
         MPI.COMM_WORLD.Abort(7)
         """,
     )

@@ -26,9 +26,10 @@ import torch
 import torch.distributed as dist
 import mpiddp
 
-mpiddp.init_process_group(timeout=timedelta(seconds=3))
+mpiddp.init_process_group()
 rank, size = dist.get_rank(), dist.get_world_size()
 dist.barrier()
+dist.group.WORLD.set_timeout(timedelta(seconds=3))
 
 def late(seconds=60):
     time.sleep(seconds)
@@ -100,6 +101,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     assert "missing ranks: {1}" in told
 
 
+@pytest.mark.thorough
 def test_ranks_that_are_not_in_the_group(tmp_path: Path) -> None:
     """They may be what the others wait for, so they write their files as well."""
     job = run(
@@ -198,7 +200,7 @@ def test_an_abort(tmp_path: Path) -> None:
     assert "Rank 1 left no file" in job.in_words()
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("handled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_signal_while_all_wait_inside_of_mpi(tmp_path: Path, handled: bool) -> None:
     """No thread runs Python then; a signal that the program handles is the program's."""

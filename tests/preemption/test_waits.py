@@ -6,6 +6,7 @@ from pathlib import Path
 
 import left_alone
 import mpirun
+import patience
 import pytest
 from script_runs import start
 
@@ -17,9 +18,14 @@ from datetime import timedelta
 import torch.distributed as dist
 import mpiddp
 from mpiddp import preemption
+from mpiddp.rendezvous import world
 
-mpiddp.init_process_group(timeout=timedelta(seconds=2))
+mpiddp.init_process_group()
 rank = dist.get_rank()
+dist.barrier()
+# Not from the start: on a busy machine the ranks come far apart.
+world._world.timeout = timedelta(seconds=2)
+dist.group.WORLD.set_timeout(world._world.timeout)
 
 def go_on(seconds):
     end = time.monotonic() + seconds
@@ -99,7 +105,7 @@ def test_a_rank_that_has_died(tmp_path: Path) -> None:
             time.sleep(0.01)
         """,
     )
-    assert seconds < left_alone.AT_ONCE
+    assert seconds < patience.enough(left_alone.AT_ONCE)
     waits = "waits for its part of preemption.requested() after a signal. The job ends"
     assert waits in done.stderr
     assert "rank 1 (process" in done.stderr
@@ -123,7 +129,7 @@ def test_a_rank_that_ends_while_others_uninstall(tmp_path: Path, leaving: int) -
     assert done.stdout.count("uninstalled") == 2
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("uninstalling", "asked"), [(1, "asked"), (0, "not asked")])
 def test_a_rank_that_waits_for_the_one_that_gives_up(
     tmp_path: Path, uninstalling: int, asked: str

@@ -114,10 +114,12 @@ class TestOrder:
 
     def test_asynchronous_call_does_not_wait_for_the_way_back(self) -> None:
         tensor = torch.ones(3)
-        with on_gpu(delay=0.3) as simulated, current_stream(simulated):
+        with on_gpu() as simulated, current_stream(simulated):
+            simulated.hold_copies(to_device=True)
             work = all_reduce(tensor)
             work.wait()
             assert not work.is_completed()
+            simulated.release()
             while not work.is_completed():
                 time.sleep(0.001)
             assert work.is_success()
@@ -346,7 +348,7 @@ class TestErrors:
         part = dist.new_group(timeout=timedelta(seconds=0.1))
         looks: list[bool] = []
         with on_gpu() as simulated, current_stream(simulated) as stream:
-            simulated.sleep(stream.address, 0.8)
+            simulated.hold(stream.address)
             look_while_waiting(lambda: looks.append(True))
             try:
                 with pytest.raises(
@@ -355,6 +357,7 @@ class TestErrors:
                     all_reduce(torch.ones(3), part)
             finally:
                 look_while_waiting(None)
+                simulated.release()
         assert looks
         dist.barrier()
         dist.destroy_process_group(part)
@@ -386,9 +389,10 @@ class TestErrors:
 
 class TestMemory:
     def test_lives_until_the_copy_is_over_and_no_longer(self) -> None:
-        with on_gpu(delay=0.1) as simulated, current_stream(simulated):
+        with on_gpu() as simulated, current_stream(simulated):
             tensor = torch.ones(3)
             alive = weakref.ref(tensor)
+            simulated.hold_copies(to_device=True)
             work = all_reduce(tensor)
             while work._operation is not None:
                 work.wait_for_end()
@@ -396,7 +400,9 @@ class TestMemory:
             group()._sweep()
             gc.collect()
             assert alive() is not None  # the copy back is under way
-            time.sleep(0.15)
+            simulated.release()
+            while simulated.busy:
+                time.sleep(0.001)
             copier_of(CPU).let_go()
             assert alive() is None
 

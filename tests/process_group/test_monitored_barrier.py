@@ -20,6 +20,8 @@ def _quick_answers(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from mpiddp.process_group import roll_call
 
     monkeypatch.setattr(roll_call, "_PERIOD", 0.03)
+    # A busy machine must not look like a rank that is silent.
+    monkeypatch.setattr(roll_call, "_PATIENCE", 30.0)
 
 
 @pytest.fixture
@@ -37,14 +39,21 @@ def error(group: Any, **options: Any) -> str:
     return str(caught.value)
 
 
+def passed_together(group: Any, **options: Any) -> bool:
+    """Pass a barrier; return whether all have left it after the last one came."""
+    came = time.monotonic()  # the same clock for all processes of a machine
+    assert dist.monitored_barrier(group, **options) is None
+    moments = torch.tensor([-came, time.monotonic()], dtype=torch.float64)
+    dist.all_reduce(moments, dist.ReduceOp.MIN)
+    return bool(moments[1] >= -moments[0])
+
+
 def test_nobody_leaves_before_the_last_has_come() -> None:
     for late in range(size()):
         dist.barrier()
-        began = time.monotonic()
         if rank() == late:
             time.sleep(0.1)
-        assert dist.monitored_barrier() is None
-        assert time.monotonic() - began > 0.09
+        assert passed_together(None)
 
 
 @pytest.mark.essential(keep=1)
@@ -57,6 +66,9 @@ def test_missing_ranks_are_named_on_all(part: Any, all_ranks: bool) -> None:
         named = f"Ranks {', '.join(map(str, missing))}"
     failed = f"[Rank 0]: {named} failed to pass monitoredBarrier in 300 ms"
     timeout = SHORT if rank() == 0 else LONG
+    if rank() == 0:
+        for here in range(1, missing[0]):  # they are not late, however busy this machine is
+            part.communicator.Probe(source=here)
     if rank() not in missing:
         text = error(part, timeout=timeout, wait_all_ranks=all_ranks)
         assert failed in text
@@ -71,9 +83,7 @@ def test_missing_ranks_are_named_on_all(part: Any, all_ranks: bool) -> None:
     # What came late is not taken for the next one.
     if rank() == 1:
         time.sleep(0.1)
-    began = time.monotonic()
-    dist.monitored_barrier(part, timeout=LONG)
-    assert rank() == 1 or time.monotonic() - began > 0.05
+    assert passed_together(part, timeout=LONG)
 
 
 def test_rank_0_is_missing(part: Any) -> None:
@@ -99,9 +109,10 @@ def test_no_time_at_all(part: Any) -> None:
         assert "Rank 0 timed out in monitoredBarrier" in error(part, timeout=timedelta(0))
 
 
-def test_messages_of_a_failed_barrier_reach_no_other_operation(part: Any) -> None:
+def test_messages_of_a_failed_barrier_reach_no_other_operation() -> None:
+    part: Any = dist.new_group(timeout=LONG)
     if rank() == 1:
-        error(part)
+        error(part, timeout=SHORT)
     dist.barrier()
     received = [torch.zeros(1, dtype=torch.int64) for _ in range(size())]
     dist.all_to_all(received, [torch.tensor([10 * rank()])] * size(), group=part)

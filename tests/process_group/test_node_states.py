@@ -24,13 +24,14 @@ import torch
 import torch.distributed as dist
 import mpiddp
 
-mpiddp.init_process_group(timeout=timedelta(seconds=5))
+mpiddp.init_process_group()
 rank = dist.get_rank()
 pids = [None] * dist.get_world_size()
 model = mpiddp.DistributedDataParallel(torch.nn.Linear(10, 1))
 for _ in range(3):
     model(torch.ones(1, 10)).sum().backward()
 dist.broadcast(torch.ones(5), src=1)
+dist.group.WORLD.set_timeout(timedelta(seconds=5))
 
 
 def hold_the_gil():

@@ -20,7 +20,11 @@ from mpiddp.torch_internals.versions import new_group_in_order
 if TYPE_CHECKING:
     from mpiddp.process_group.group import ProcessGroup
 
+# How long a wait is that is given up, once all who wait have begun.
 SHORT = timedelta(seconds=0.3)
+LONG = timedelta(seconds=30)
+# How long silence is borne, on a busy machine too.
+PATIENCE = 30.0
 
 marked = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(60)]
 
@@ -31,8 +35,7 @@ def _quick_answers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         from mpiddp.process_group import roll_call
 
         monkeypatch.setattr(roll_call, "_PERIOD", 0.03)
-        # A busy machine must not look like a rank that is silent.
-        monkeypatch.setattr(roll_call, "_PATIENCE", 8.0)
+        monkeypatch.setattr(roll_call, "_PATIENCE", PATIENCE)
 
 
 @pytest.fixture
@@ -73,11 +76,16 @@ class TestMissingRanks:
     pytestmark = marked
 
     @pytest.mark.essential
-    def test_named_with_what_they_called_last(self, part: "ProcessGroup") -> None:
+    def test_named_with_what_they_called_last(self) -> None:
+        part: Any = dist.new_group(timeout=LONG)
         dist.broadcast(torch.ones(2, 3, dtype=torch.int16), src=1, group=part)
         last = size() - 1
         if rank() != last:
-            text = message_of(lambda: dist.all_reduce(torch.ones(4), group=part))
+            work = dist.all_reduce(torch.ones(4), group=part, async_op=True)
+            assert work is not None
+        until_all_are_here()
+        if rank() != last:
+            text = message_of(lambda: work.wait(SHORT))
             assert f"rank {rank()} of {size()}: all_reduce" in text
             assert (
                 f"Rank {last} has not called it "
@@ -98,7 +106,8 @@ class TestMissingRanks:
         part: Any = dist.new_group(timeout=SHORT)
         if rank() > 0:
             part._set_group_name("another")
-        else:
+        until_all_are_here()
+        if rank() == 0:
             text = message_of(lambda: dist.barrier(group=part))
             assert "not called it (not in a group of this name and these ranks)" in text
         until_all_are_here()
@@ -126,7 +135,7 @@ class TestMissingRanks:
     @pytest.mark.mpi(min_size=3)
     def test_called_with_something_else_and_gone_on(self) -> None:
         """The root of a broadcast does not wait, and calls more. What it called then is told."""
-        part: Any = dist.new_group(range(3), timeout=SHORT)
+        part: Any = dist.new_group(range(3), timeout=LONG)
         if rank() in (0, 2):
             dist.broadcast(torch.ones(3), src=0, group=part)
         until_all_are_here()
@@ -141,7 +150,7 @@ class TestMissingRanks:
             assert f"anks 0 and 2 called {calls[0]} (now at " in told
             assert told.endswith(f"where rank 1 called {calls[1]}")
             assert f"anks 0 and 2 called {calls[0]} where rank 1 called {calls[1]}" in message_of(
-                work.wait
+                lambda: work.wait(SHORT)
             )
         until_all_are_here()
 
@@ -238,7 +247,7 @@ class TestMissingRanks:
             thread.start()
         for thread in threads:
             thread.join()
-        assert time.monotonic() - began < 8.0
+        assert time.monotonic() - began < PATIENCE
         for text in texts:
             if rank() == 0:
                 assert text.startswith("All ranks have called it")
@@ -280,7 +289,8 @@ class TestMissingRanks:
         if rank() == 1:
             question = module._QUESTION.pack(module._WRITE, b"", 0, -1)
             roll_call._send(question, 0, module._QUESTION_TAG)
-        elif rank() == 0:
+        until_all_are_here()
+        if rank() == 0:
             roll_call._ask(part, answering=True)
         until_all_are_here()
         if rank() == 0:
@@ -293,7 +303,7 @@ class TestMissingRanks:
     ) -> None:
         from mpiddp.process_group import roll_call as module
 
-        monkeypatch.setattr(module, "_PATIENCE", 1.5)
+        monkeypatch.setattr(module, "_PATIENCE", 3.0)
         roll_call = part.roll_call
         assert roll_call is not None
         until_all_are_here()
@@ -301,15 +311,13 @@ class TestMissingRanks:
             roll_call.stop()  # as seen from outside, like one that never gives the lock away
         until_all_are_here()
         if rank() == 0:
-            began = time.monotonic()
             text = message_of(lambda: dist.barrier(group=part))
             silent = r"ank 1 does not answer \(process \d+ on \S+ (sleeps|runs) outside Python"
             assert re.search(silent, text)
-            assert time.monotonic() - began < 3.5
         until_all_are_here()
         if rank() == 1:
             roll_call.start()
-        monkeypatch.setattr(module, "_PATIENCE", 8.0)
+        monkeypatch.setattr(module, "_PATIENCE", PATIENCE)
         until_all_are_here()
         # The answer to the old question comes late, and is not taken for one to this.
         if rank() == 0:
@@ -350,9 +358,10 @@ def run(folder: Path, source: str, ranks: int, **env: str) -> str:
     script.write_text(
         "import os, signal, sys, time\nfrom datetime import timedelta\n"
         "import torch, torch.distributed as dist, mpiddp\n"
-        "mpiddp.init_process_group(timeout=timedelta(seconds=1))\n"
+        "mpiddp.init_process_group()\n"
         "rank = dist.get_rank()\n"
-        "dist.all_reduce(torch.ones(3))\n" + source
+        "dist.all_reduce(torch.ones(3))\n"
+        "dist.group.WORLD.set_timeout(timedelta(seconds=1))\n" + source
     )
     done = mpirun.run(ranks, [script], timeout=60, env=env)
     print(done.stdout, done.stderr)  # pytest shows it when the test fails

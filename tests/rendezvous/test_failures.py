@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mpirun
+import patience
 import pytest
 
 pytestmark = pytest.mark.timeout(100)
@@ -86,7 +87,7 @@ def assert_failed_together(
     assert job.tracebacks == 1
     assert f"[rank{failing}]: {said}" in job.stderr
     assert "still here" not in job.stdout
-    assert job.seconds_after_failure < AT_ONCE
+    assert job.seconds_after_failure < patience.enough(AT_ONCE)
 
 
 # What the other ranks are doing when rank 1 fails.
@@ -232,10 +233,11 @@ print("still here")
     assert job.stderr.count("my own hook saw ValueError: broken on purpose") == 1
     assert job.tracebacks == 0
     assert "still here" not in job.stdout
-    assert job.seconds_after_failure < AT_ONCE
+    assert job.seconds_after_failure < patience.enough(AT_ONCE)
 
 
 @pytest.mark.essential(keep=1)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("transport", ["auto", "exchange", "mpi"], ids="over {}".format)
 def test_killed_rank_ends_the_job(
     tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
@@ -256,7 +258,7 @@ print("still here")
     )
     assert job.returncode != 0
     assert "still here" not in job.stdout
-    assert job.seconds_after_failure < AT_ONCE
+    assert job.seconds_after_failure < patience.enough(AT_ONCE)
 
 
 @pytest.mark.thorough(keep=1)
@@ -276,10 +278,12 @@ def test_backward_on_one_rank_less(
     job = run(
         tmp_path,
         """
-mpiddp.init_process_group(timeout=timedelta(seconds=2))
+mpiddp.init_process_group()
 rank, size = dist.get_rank(), dist.get_world_size()
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
 wrapped = DDP(model, bucket_cap_mb_list=[1e-6])
+dist.barrier()
+dist.group.WORLD.set_timeout(timedelta(seconds=2))
 for step in range(3 if rank == 0 else 2):
     note_the_time()
     wrapped(torch.ones(2, 4)).sum().backward()
@@ -297,7 +301,7 @@ if rank == 0:
     assert "waited 2 s" in error[0]
     assert "skipped this backward" in error[0]
     assert "still here" not in job.stdout
-    assert 2 <= job.seconds_after_failure < 2 + AT_ONCE
+    assert 2 <= job.seconds_after_failure < patience.enough(2 + AT_ONCE)
 
 
 @pytest.mark.thorough
@@ -305,10 +309,12 @@ def test_forward_on_one_rank_less(tmp_path: Path) -> None:
     job = run(
         tmp_path,
         """
-mpiddp.init_process_group(timeout=timedelta(seconds=2))
+mpiddp.init_process_group()
 rank, size = dist.get_rank(), dist.get_world_size()
 wrapped = DDP(torch.nn.BatchNorm1d(4))
 wrapped(torch.ones(2, 4)).sum().backward()
+dist.barrier()
+dist.group.WORLD.set_timeout(timedelta(seconds=2))
 note_the_time()
 if rank != 0:
     wrapped(torch.ones(2, 4))
@@ -324,7 +330,7 @@ else:
     assert "rank 1 of 2: broadcast" in error[0]
     assert "waited 2 s" in error[0]
     assert "still here" not in job.stdout
-    assert 2 <= job.seconds_after_failure < 2 + AT_ONCE
+    assert 2 <= job.seconds_after_failure < patience.enough(2 + AT_ONCE)
 
 
 @pytest.mark.thorough
@@ -359,4 +365,4 @@ print("still here")
     assert job.tracebacks == 1
     assert "[rank0]: KeyboardInterrupt" in job.stderr
     assert "still here" not in job.stdout
-    assert job.seconds_after_failure < AT_ONCE
+    assert job.seconds_after_failure < patience.enough(AT_ONCE)

@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.timeout(100)
 
-SETTINGS = {"MPIDDP_STALL_SECONDS": "2", "MPIDDP_START_SECONDS": "5"}
+SETTINGS = {"MPIDDP_STALL_SECONDS": "2"}
 
 # Before MPI is initialised only the launcher says which rank this is.
 PREAMBLE = """\
@@ -29,7 +29,7 @@ import mpiddp
 
 
 def run(
-    folder: Path, source: str, first: str = "pass", limit: str = "5", missing: str = "2"
+    folder: Path, source: str, first: str = "pass", limit: str = "60", missing: str = "2"
 ) -> "subprocess.CompletedProcess[str]":
     script = folder / "script.py"
     script.write_text(PREAMBLE.format(first=first, missing=missing) + textwrap.dedent(source))
@@ -41,28 +41,29 @@ def run(
 
 def test_a_process_that_ends_before_mpi_init(tmp_path: Path) -> None:
     """Neither MPI tells the others; they say so, and end when the time limit is over."""
-    done = run(tmp_path, "mpiddp.init_process_group()", first="sys.exit(0)")
+    done = run(tmp_path, "mpiddp.init_process_group()", first="sys.exit(0)", limit="5")
     assert done.returncode != 0
     said = r"mpiddp: rank [01] \(process \d+ on .+\) has waited in MPI_Init for "
     assert re.search(said + r"2 s\. It returns when all processes of the job are in", done.stderr)
-    assert re.search(said + r"[56] s, and its time limit is over\. It ends", done.stderr)
+    assert re.search(said + r"\d+ s, and its time limit is over\. It ends", done.stderr)
 
 
 @pytest.mark.thorough
 def test_the_processes_that_would_speak_never_come(tmp_path: Path) -> None:
     """Whoever is there ends at the time limit, and says so once."""
-    done = run(tmp_path, "mpiddp.init_process_group()", first="time.sleep(50)", missing="01")
+    source = "mpiddp.init_process_group()"
+    done = run(tmp_path, source, first="time.sleep(50)", limit="5", missing="01")
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("mpiddp: ")]
     assert len(said) == 1
-    ends = r"mpiddp: rank 2 \(process \d+ on .+\) has waited in MPI_Init for [5-7] s, and its time "
+    ends = r"mpiddp: rank 2 \(process \d+ on .+\) has waited in MPI_Init for \d+ s, and its time "
     assert re.match(f"{ends}limit is over", said[0])
 
 
 @pytest.mark.slow
 def test_a_process_that_comes_late_to_mpi_init(tmp_path: Path) -> None:
     source = "mpiddp.init_process_group(); print('all well')"
-    done = run(tmp_path, source, first="time.sleep(9)", limit="60")
+    done = run(tmp_path, source, first="time.sleep(9)")
     assert done.returncode == 0
     assert done.stdout.count("all well") == 3
     assert "in MPI_Init for 2 s" in done.stderr
@@ -97,7 +98,7 @@ def test_init_process_group(tmp_path: Path) -> None:
     assert done.returncode != 0
     said = r"rank [01] of 3 has waited {} s in init_process_group for other ranks: not all have"
     assert re.search("mpiddp: " + said.format(2), done.stderr)
-    assert re.search("RuntimeError: " + said.format("[56]"), done.stderr)
+    assert re.search("RuntimeError: " + said.format(r"\d+"), done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +129,7 @@ def test_init_process_group(tmp_path: Path) -> None:
         pytest.param(
             """
             from mpiddp.rendezvous import world
+            world._world.timeout = timedelta(seconds=5)
             wait = world.named_wait("a test of waits")
             if dist.get_rank() != 2:
                 with world.recorded("a test of waits"):
@@ -142,7 +144,7 @@ def test_init_process_group(tmp_path: Path) -> None:
 )
 def test_communicators(tmp_path: Path, source: str, what: str, why: str) -> None:
     """One rank speaks after a while, and ends the job when the group's time limit is over."""
-    first = "mpiddp.init_process_group(timeout=timedelta(seconds=5))\n"
+    first = "mpiddp.init_process_group()\ndist.group.WORLD.set_timeout(timedelta(seconds=5))\n"
     done = run(tmp_path, first + textwrap.dedent(source) + "time.sleep(40)")
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("mpiddp: ")]
@@ -157,7 +159,8 @@ def test_communicators(tmp_path: Path, source: str, what: str, why: str) -> None
 @pytest.mark.thorough
 def test_construction_is_named(tmp_path: Path) -> None:
     source = """
-    mpiddp.init_process_group(timeout=timedelta(seconds=5))
+    mpiddp.init_process_group()
+    dist.group.WORLD.set_timeout(timedelta(seconds=5))
     if dist.get_rank() == 2:
         time.sleep(40)
     mpiddp.DistributedDataParallel(torch.nn.Linear(2, 2))
@@ -172,13 +175,17 @@ def test_construction_is_named(tmp_path: Path) -> None:
     assert "all_gather on process group '0' has waited 5 s" in done.stderr
 
 
+@pytest.mark.essential
+@pytest.mark.thorough
 def test_buffers_in_forward(tmp_path: Path) -> None:
     """The ranks that wait for the first one's buffers say so, and at the time limit they end."""
     source = """
-    mpiddp.init_process_group(timeout=timedelta(seconds=5))
+    mpiddp.init_process_group()
     ddp = mpiddp.DistributedDataParallel(torch.nn.BatchNorm1d(2))
     for _ in range(2):  # the second forward rebuilds buckets
         ddp(torch.ones(3, 2)).sum().backward()
+    dist.barrier()
+    dist.group.WORLD.set_timeout(timedelta(seconds=5))
     if dist.get_rank() == 0:
         time.sleep(40)
     ddp(torch.ones(3, 2))

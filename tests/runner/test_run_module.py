@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import patience
 import pytest
 from script_runs import by_rank, free_port, launch, start, start_on_gloo
 
@@ -233,7 +234,7 @@ def test_rank_that_ends_ends_the_job(tmp_path: Path, how: str) -> None:
         assert lines[0] == said
     if how != "raise before init":
         assert done.stdout.count("before the end") == 1
-        assert ended - float(failed.read_text()) < AT_ONCE
+        assert ended - float(failed.read_text()) < patience.enough(AT_ONCE)
         # Functions for the exit are called on the way that Python goes, not where all is lost.
         assert done.stdout.count("atexit of rank 1") == (how in ("number", "words"))
 

@@ -8,6 +8,7 @@ import re
 import time
 from typing import Any
 
+import patience
 import pytest
 from script_runs import SCRIPTS, by_rank, free_port, launch, start, start_on_gloo
 
@@ -87,7 +88,7 @@ def test_rank_that_fails_while_others_wait_for_it() -> None:
     assert done.returncode == 1
     assert "KeyError: 'broken on purpose'" in done.stderr
     assert "started_ranks.py" not in done.stderr
-    assert time.monotonic() - begin < AT_ONCE
+    assert time.monotonic() - begin < patience.enough(AT_ONCE)
 
 
 @pytest.mark.once

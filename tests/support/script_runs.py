@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import mpirun
+import patience
 
 __all__ = [
     "SCRIPTS", "by_rank", "clean_environment", "free_port", "launch", "objects_in", "start",
@@ -63,7 +64,7 @@ def start(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=80,
+        timeout=patience.enough(80),
         check=False,
     )
     print(done.stdout, done.stderr)

@@ -136,22 +136,26 @@ def test_messages_end_sleeps(tmp_path: Path) -> None:
 
 
 SMALL_MESSAGES = """
-import time
+import pathlib, time
 import mpiddp  # before MPI
 from mpi4py import MPI
 import numpy
 
 world = MPI.COMM_WORLD
 late = 0
-for size in [1, 8, 200, 300] * 3:
+for number, size in enumerate([1, 8, 200, 300] * 3):
     message = numpy.zeros(size, numpy.uint8)
+    came = pathlib.Path(f"{__file__}.{number}")
     world.Barrier()
     world.Bcast(message)
-    came = time.monotonic()
-    if world.rank == 0:
-        time.sleep(0.3)  # it computes, and does not call MPI
-    first, second = world.allgather(came)
-    late += second - first > 0.25
+    if world.rank == 1:
+        came.touch()
+    end = time.monotonic() + 4
+    while world.rank == 0 and not came.exists():  # it computes, and does not call MPI
+        if time.monotonic() > end:
+            late += 1
+            break
+        time.sleep(0.005)
 if world.rank == 0:
     print(late)
 """
