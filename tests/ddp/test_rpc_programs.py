@@ -14,6 +14,7 @@ pytestmark = [
 
 
 @pytest.mark.essential
+@pytest.mark.thorough
 def test_same_losses_as_under_torchrun() -> None:
     script = SCRIPTS / "rpc_embedding.py"
     on_gloo = mpirun.run_torchrun(2, [script], timeout=60)
@@ -24,6 +25,7 @@ def test_same_losses_as_under_torchrun() -> None:
     assert by_rank(on_mpi.stdout) == by_rank(on_gloo.stdout)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ranks", "name"),
     [

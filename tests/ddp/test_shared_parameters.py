@@ -347,6 +347,7 @@ mpiddp.destroy_process_group()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_memory_of_a_node(tmp_path: Path) -> None:
     """Parameters and state are there once, not once for each rank."""
@@ -378,6 +379,7 @@ print("not reached", flush=True)
 """
 
 
+@pytest.mark.thorough
 def test_debug_mode(tmp_path: Path) -> None:
     """A write that is not allowed is an error with its line."""
     program = tmp_path / "forbidden.py"
@@ -410,6 +412,8 @@ torch.save(saved.state_dict(), sys.argv[2])
 """
 
 
+@pytest.mark.essential(keep=1)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("saved", ["model", "optimizer"])
 def test_killed_in_a_step(tmp_path: Path, saved: str) -> None:
     """The job ends, and no checkpoint of half a step is written."""

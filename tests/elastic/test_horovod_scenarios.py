@@ -20,6 +20,7 @@ def train(ranks: int, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return start(ranks, "horovod_elastic.py", *arguments, limit=200)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["kill", pytest.param("exception", marks=pytest.mark.slow)])
 def test_single_rank_failure(how: str) -> None:
     done = train(3, "--lose=1:5", f"--how={how}")

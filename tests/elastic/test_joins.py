@@ -30,6 +30,7 @@ def test_more_ranks() -> None:
     assert "mpiddp: rank 0: 1 has come; training goes on with 3 after" in done.stderr
 
 
+@pytest.mark.thorough
 @needs_ulfm
 def test_another_one_for_the_lost() -> None:
     done = train(3, 300, "--kill=1:0.3", '--options={"replace": true}')

@@ -38,6 +38,7 @@ def undisturbed(seed: int) -> "list[list[float]]":
         ]
 
 
+@pytest.mark.thorough
 @needs_ulfm
 def test_others_go_on_with_their_streams() -> None:
     ended = ends(train(3, "--kill=1:5"))

@@ -54,6 +54,7 @@ mpiddp.destroy_process_group()
 """
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.once
 @pytest.mark.timeout(100)
 @pytest.mark.skipif(len(GIVEN) < 2, reason="needs two cores")

@@ -11,6 +11,7 @@ from script_runs import SCRIPTS
 _SPREAD = 6_000
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 @pytest.mark.parametrize(
     "steps",

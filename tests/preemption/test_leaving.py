@@ -7,6 +7,8 @@ import pytest
 from script_runs import SCRIPTS
 
 
+@pytest.mark.essential(keep=1)
+@pytest.mark.thorough
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("leaving", "asked"),

@@ -135,6 +135,7 @@ def test_memory_of_an_interrupted_comparison_is_kept(tmp_path: Path) -> None:
     assert "changed: 0" in said
 
 
+@pytest.mark.thorough
 def test_ctrl_c_right_after_mpi_was_called(tmp_path: Path) -> None:
     said = run(tmp_path, CALLS["sum"], limit=60, at_once=True)
     assert "interrupted" in said

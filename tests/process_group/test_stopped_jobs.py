@@ -120,6 +120,8 @@ print("all well")
 """
 
 
+@pytest.mark.essential(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("thread", "kinds"),
     [

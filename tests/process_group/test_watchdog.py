@@ -90,6 +90,7 @@ def test_a_bucket(tmp_path: Path) -> None:
     assert "in prepare)" in said[0]
 
 
+@pytest.mark.thorough
 def test_without_a_flight_recorder(tmp_path: Path) -> None:
     """Nothing is written to files, but the watchdog sees what it needs."""
     source = """

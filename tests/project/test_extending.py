@@ -165,6 +165,7 @@ def half(state, bucket):
     package.run("-c", TRAIN.format(arguments="", then=then, last=last))
 
 
+@pytest.mark.thorough
 def test_diagnosis(package: Copy) -> None:
     package.add(
         "transports/toy_report.py",

@@ -378,6 +378,7 @@ class TestProgress:
         assert "about 0:40 left" in progress.line()  # twice what it was
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_files_run_beside_each_other(tmp_path: Path) -> None:
     """Except what is marked alone. Each test notes when it ran."""

@@ -298,6 +298,7 @@ def make_folder(name: str) -> Callable[[Path], None]:
     return lambda root: (root / name).mkdir()
 
 
+@pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize(
     ("plant", "complaint"),
     [

@@ -260,6 +260,7 @@ def test_ends_the_job(tmp_path: Path, runner: list[str]) -> None:
     assert "MPIDDP_PROGRESS_THREAD is unset on rank 0 and 0 on rank 1" in error
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_what_may_differ(tmp_path: Path) -> None:
     status, out, _ = run(

@@ -117,6 +117,7 @@ def test_files_too_small_for_buckets(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_address_space_too_small(tmp_path: Path) -> None:
     """As by `ulimit -v`: files can be made, but not mapped."""
     run(
@@ -145,6 +146,7 @@ def test_address_space_too_small(tmp_path: Path) -> None:
 
 
 @pytest.mark.essential(keep=1)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 @pytest.mark.parametrize("transport", ["shared", "mpi"], ids=["shared", "messages"])
 def test_old_buckets_go_before_new_ones_come(tmp_path: Path, transport: str, views: bool) -> None:

@@ -129,7 +129,8 @@ def test_gradients_of_a_child_are_its_own(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.essential(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "transport", [pytest.param("shared", id="memory"), pytest.param("mpi", id="messages")]
 )
@@ -355,6 +356,7 @@ def test_fork_while_gradients_travel(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_children_keep_no_buckets_that_hold_nothing_of_theirs(tmp_path: Path) -> None:
     """Of the first set, which is given back after one step; gradients that lie there stay."""
     run(

@@ -58,7 +58,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.essential(keep=1)
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.once
 @pytest.mark.parametrize("how", ["forkserver", "spawn"])
 def test_data_loader(tmp_path: Path, how: str) -> None:

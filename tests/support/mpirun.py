@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import patience
+
 __all__ = ["find", "run", "run_command", "run_torchrun"]
 
 # What the Makefile sets too. All ranks share this machine's cores: they must not be bound, and must
@@ -21,6 +23,9 @@ ENVIRONMENT = {
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "OMPI_MCA_osc": "^ucx",
+    # It sleeps for a second in each MPI_Init. The tests between hosts go without, and
+    # rendezvous/test_init_by_name.py.
+    "OMPI_MCA_btl": "^ofi",
     "OMP_NUM_THREADS": "1",
 }
 if os.geteuid() == 0:
@@ -46,8 +51,8 @@ def run(
     """Run `python ARGS` on `n` ranks and return what it printed, whatever its exit code.
 
     `env` is added to the environment; a value of None removes the variable. `before` is a command
-    that starts mpirun. After `timeout` seconds
-    every process of the run is killed, and TimeoutError raised with the end of its output.
+    that starts mpirun. After `timeout` seconds, more on a busy machine, every process of the run is
+    killed, and TimeoutError raised with the end of its output.
     """
     arguments = (os.fspath(arg) for arg in args)
     return run_command([*before, find(), "-n", str(n), sys.executable, *arguments], timeout, env)
@@ -77,7 +82,7 @@ def run_command(
     """Run a command that starts ranks; else as `run`."""
     # Unbuffered, print writes a line and its end apart, and the ranks' lines mix.
     inherited = {**os.environ, "PYTHONUNBUFFERED": None}
-    merged: dict[str, str | None] = {**inherited, **ENVIRONMENT, **(env or {})}
+    merged: dict[str, str | None] = {**ENVIRONMENT, **inherited, **(env or {})}
     # Files, not pipes: a rank that outlived its mpirun would keep a pipe open.
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out,
@@ -92,7 +97,7 @@ def run_command(
             start_new_session=True,
         )
         try:
-            process.wait(timeout)
+            process.wait(patience.enough(timeout))
         except subprocess.TimeoutExpired:
             late = True
         else:
