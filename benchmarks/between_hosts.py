@@ -40,6 +40,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import plot_hosts
 from measuring import Record, ratio, show_ratio, table
 from names import FLATTENED, GLOO, GLOO_FP16, HOOKED, NAMES, OURS, OURS_FP16, OURS_MPI
 from workloads import ELSEWHERE, EVEN, MODELS_BETWEEN_HOSTS
@@ -270,7 +271,13 @@ def main() -> int:
                         print(report(result), end="\n\n", flush=True)
     file = args.output / "results.json"
     file.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    print("written:", file)
+    written = [file]
+    try:
+        plot_hosts.draw(results, args.output / "hosts.svg")
+        written.append(args.output / "hosts.svg")
+    except ImportError:
+        print("no plot: there is no matplotlib (pip install matplotlib)", file=sys.stderr)
+    print("written:", *written)
     return 0
 
 

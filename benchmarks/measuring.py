@@ -17,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from names import HOOKED
+
 SAMPLES = 1000
 
 # What a benchmark writes about one thing that it measured, and seconds, one for each round.
@@ -57,6 +59,24 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float,
     sampled.sort()
     low, high = sampled[len(sampled) // 20], sampled[-1 - len(sampled) // 20]
     return statistics.median(ours) / below, low, high
+
+
+def wire_seconds(record: Record, size: int) -> float:
+    """Return how long a host's link needs for gradients of `size` bytes, without headers."""
+    nodes: int = record["nodes"]
+    return float(2 * (nodes - 1) / nodes * size * 8 / (record["gigabits"] * 1e9))
+
+
+def own_wire_seconds(record: Record, candidate: str) -> float:
+    """Return the wire time of what a candidate sends."""
+    in_16_bits = candidate in HOOKED
+    return wire_seconds(record, 2 * record["elements"] if in_16_bits else record["bytes"])
+
+
+def over_bound(record: Record, measured: Record) -> tuple[float, float, float] | None:
+    """Return a step over the larger of its compute and its wire time, and the spread."""
+    wire = own_wire_seconds(record, measured["candidate"])
+    return ratio(measured["synchronised"], [max(each, wire) for each in measured["alone"]])
 
 
 def show_ratio(value: tuple[float, float, float] | None) -> str:

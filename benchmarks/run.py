@@ -149,7 +149,7 @@ def main() -> int:
     file.write_text(json.dumps(results, indent=1), encoding="utf-8")
     written = [file]
     try:
-        written += plot.draw(results, args.output)
+        written += plot.draw([results], args.output)
     except ImportError:
         print("no plots: there is no matplotlib (pip install matplotlib)", file=sys.stderr)
     print("written:", *written)

@@ -18,15 +18,34 @@ from benchmark_results import (
     markdown,
     milliseconds,
 )
-from measuring import Record, Samples, exposed, ratio, show_ratio
-from names import FLATTENED, GLOO, HOOKED, LIMIT_ALONE, NAMES, ONE_EACH, OUR_BACKEND, OURS, OURS_MPI
-
-Spread = tuple[float, float, float] | None
+from measuring import (
+    Record,
+    Samples,
+    exposed,
+    over_bound,
+    own_wire_seconds,
+    ratio,
+    show_ratio,
+    wire_seconds,
+)
+from names import (
+    ALONE,
+    FLATTENED,
+    GLOO,
+    HOOKED,
+    LIMIT_ALONE,
+    NAMES,
+    ONE_EACH,
+    OUR_BACKEND,
+    OURS,
+    OURS_MPI,
+    OURS_NODE,
+)
 
 # What the table of a step shows beside mpiddp, in this order.
 BESIDE = (OURS_MPI, GLOO, OUR_BACKEND, FLATTENED, ONE_EACH, LIMIT_ALONE)
 
-# README.md's six lines: where mpiddp gains, and where it loses. Model, nodes, ranks, Gbit/s.
+# README.md's lines: where mpiddp gains, and where it loses. Model, nodes, ranks, Gbit/s.
 README_LINES = (
     ("8 x Linear(1024)", 1, 2, None),
     ("transformer", 1, 2, None),
@@ -35,6 +54,8 @@ README_LINES = (
     ("transformer", 4, 4, 10.0),
     ("64 x Linear(512)", 2, 4, 10.0),
 )
+# And with the optimizer. Model, optimizer, ranks.
+README_OPTIMIZERS = (("3 x Linear(4096)", "AdamW", 2), ("transformer", "AdamW, fused", 2))
 
 
 def one_machine() -> str:
@@ -86,36 +107,46 @@ def _exposed_cell(record: Record, ours: Samples) -> str:
 
 
 def between_hosts() -> str:
-    """Return steps between hosts over their bound: a table for each MPI."""
+    """Return steps between hosts over their bound: tables for each MPI, and its plot.
+
+    Two tables, with and without a hook: one would be wider than a page.
+    """
     parts = []
     for name, mpi in MPIS.items():
         results = load(name)
-        found = {each for record in results["between_hosts"] for each in candidates(record, True)}
+        records = results["between_hosts"]
+        found = {each for record in records for each in candidates(record, True)}
         names = [each for each in NAMES if each in found]
-        rows = [["hosts x ranks", "Gbit/s", "model", "compute, ms", "wire, ms", *names]]
+        plain = [each for each in names if each not in HOOKED]
+        hooked = [each for each in names if each in HOOKED]
+        rows = [["hosts x ranks, Gbit/s", "model", "compute, ms", "wire, ms", *plain]]
+        with_hook = [["hosts x ranks, Gbit/s", "model", *hooked]]
         behind = 0
-        for record in results["between_hosts"]:
+        for record in records:
             measured = candidates(record, True)
-            bounds = {each: _over_bound(record, measured[each]) for each in measured}
+            bounds = {each: over_bound(record, measured[each]) for each in measured}
             ours, gloo = bounds[OURS], bounds[GLOO]
             behind += ours is not None and gloo is not None and ours[0] > gloo[0]
-            rows.append(
-                [
-                    f"{record['nodes']} x {record['ranks'] // record['nodes']}",
-                    f"{record['gigabits']:g}",
-                    record["model"],
-                    milliseconds(alone(record)),
-                    milliseconds([_wire_seconds(record, record["bytes"])]),
-                    *(show_ratio(bounds[each]) if each in bounds else "" for each in names),
-                ]
-            )
+            shown = {each: show_ratio(bounds[each]) if each in bounds else "" for each in names}
+            where = [_layout(record), record["model"]]
+            times = [alone(record), [wire_seconds(record, record["bytes"])]]
+            rows.append([*where, *map(milliseconds, times), *(shown[each] for each in plain)])
+            with_hook.append([*where, *(shown[each] for each in hooked)])
+        parts.append(f"## {mpi}\n\n")
+        if name != "openmpi":  # whose plot is at the top of the page
+            parts.append(f"![steps between hosts over their bound, {mpi}](hosts-{name}.svg)\n\n")
         parts.append(
-            f"## {mpi}\n\n{describe(results, name)} In {behind} of {len(rows) - 1} rows mpiddp is "
+            f"{describe(results, name)} In {behind} of {len(rows) - 1} rows mpiddp is "
             f"slower than Gloo.\n\n{markdown(rows)}\n\n"
+            f"With a hook that sends 16 bits:\n\n{markdown(with_hook)}\n\n"
             f"Bytes over those of float32, and core time for a second of wire:\n\n"
-            f"{markdown(_costs(results['between_hosts'], names))}\n\n"
+            f"{markdown(_costs(records, names))}\n\n"
         )
     return "".join(parts)
+
+
+def _layout(record: Record) -> str:
+    return f"{record['nodes']} x {record['ranks'] // record['nodes']}, {record['gigabits']:g}"
 
 
 def segments() -> str:
@@ -152,7 +183,7 @@ def segments() -> str:
 
 def _costs(records: Iterable[Record], names: list[str]) -> list[list[str]]:
     """Return what each step costs besides time."""
-    rows = [["hosts x ranks", "Gbit/s", "model", *names]]
+    rows = [["hosts x ranks, Gbit/s", "model", *names]]
     for record in records:
         measured = candidates(record, True)
         cells = []
@@ -164,28 +195,9 @@ def _costs(records: Iterable[Record], names: list[str]) -> list[list[str]]:
             sent = statistics.median(each["sent"]) / (4 * record["elements"])
             cores = zip(each["core"], each["core_alone"], strict=True)
             core = statistics.median(busy - alone for busy, alone in cores)
-            cells.append(f"{sent:.2f}, {core / _own_wire_seconds(record, name):.2f}")
-        layout = f"{record['nodes']} x {record['ranks'] // record['nodes']}"
-        rows.append([layout, f"{record['gigabits']:g}", record["model"], *cells])
+            cells.append(f"{sent:.2f}, {core / own_wire_seconds(record, name):.2f}")
+        rows.append([_layout(record), record["model"], *cells])
     return rows
-
-
-def _own_wire_seconds(record: Record, candidate: str) -> float:
-    """Return the wire time of what a candidate sends."""
-    in_16_bits = candidate in HOOKED
-    return _wire_seconds(record, 2 * record["elements"] if in_16_bits else record["bytes"])
-
-
-def _wire_seconds(record: Record, size: int) -> float:
-    """Return how long a host's link needs for gradients of `size` bytes, without headers."""
-    nodes: int = record["nodes"]
-    return float(2 * (nodes - 1) / nodes * size * 8 / (record["gigabits"] * 1e9))
-
-
-def _over_bound(record: Record, measured: Record) -> Spread:
-    """Return a step over the larger of its compute and its wire time, and the spread."""
-    wire = _own_wire_seconds(record, measured["candidate"])
-    return ratio(measured["synchronised"], [max(each, wire) for each in measured["alone"]])
 
 
 def readme() -> str:
@@ -207,7 +219,32 @@ def readme() -> str:
         seconds = (alone(record), ours, theirs)
         times = [f"{1e3 * statistics.median(each):.0f} ms" for each in seconds]
         rows.append([record["model"], where, *times, show_ratio(ratio(ours, theirs))])
-    return markdown(rows)
+    return markdown([*rows, *_readme_optimizers()])
+
+
+def _readme_optimizers() -> list[list[str]]:
+    """Return the rows of NodeOptimizer, whose steps have the optimizer's step in them."""
+    every = load("optimizer-openmpi")["optimizers"]
+    rows = []
+    for line in README_OPTIMIZERS:
+        steps = {
+            each["candidate"]: each["step"]
+            for each in every
+            if (each["model"], each["optimizer"], each["ranks"]) == line
+        }
+        model, optimizer, ranks = line
+        rows.append(
+            [
+                f"{model}, {optimizer}, NodeOptimizer",
+                f"{ranks} on one host",
+                *(
+                    f"{1e3 * statistics.median(steps[name]):.0f} ms"
+                    for name in (ALONE, OURS_NODE, GLOO)
+                ),
+                show_ratio(ratio(steps[OURS_NODE], steps[GLOO])),
+            ]
+        )
+    return rows
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     before = set(sys.modules)
     yield
-    for name in ("names", "measuring", "goals", "plot", "between_hosts", "workloads"):
+    for name in ("names", "measuring", "goals", "plot", "plot_hosts", "between_hosts", "workloads"):
         if name not in before:
             sys.modules.pop(name, None)
 
@@ -211,9 +212,61 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
         "machine": {"cores": 2, "processor": "P", "mpi": "MPI", "versions": {"torch": "2"}},
         "exposed": [{"model": "a model", "ranks": 2, "records": records}],
     }
-    (file,) = importlib.import_module("plot").draw(results, tmp_path)
-    assert file.name == "exposed-2-ranks.svg"
-    assert "<svg" in file.read_text(encoding="utf-8")
+    steps = [
+        {
+            "model": "a model",
+            "optimizer": "AdamW",
+            "ranks": 2,
+            "candidate": name,
+            "step": [time] * 3,
+        }
+        for name, time in (("mpiddp, NodeOptimizer", 1.0), ("torch DDP, Gloo", 2.0))
+    ]
+    whole = {"machine": results["machine"], "optimizers": steps}
+    draw = importlib.import_module("plot").draw
+    for files, name, titles in (
+        ([results], "exposed-2-ranks.svg", 1),
+        ([whole], "optimizer-2-ranks.svg", 1),
+        ([results, whole], "exposed-2-ranks.svg", 2),
+    ):
+        (file,) = draw(files, tmp_path)
+        assert file.name == name
+        text = file.read_text(encoding="utf-8")
+        assert text.count(" 2 ranks on 2 cores of P") == titles
+
+
+def test_plot_of_hosts_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    records = [
+        {"candidate": name, "views": True, "synchronised": [time] * 3, "alone": [1.0] * 3}
+        for name, time in (("mpiddp", 1.5), ("torch DDP, Gloo", 2.0))
+    ]
+    cell = {"model": "a model", "nodes": 2, "gigabits": 1.0, "bytes": 1000, "elements": 250}
+    results = {"between_hosts": [{**cell, "ranks": ranks, "records": records} for ranks in (2, 4)]}
+    file = tmp_path / "hosts.svg"
+    importlib.import_module("plot_hosts").draw(results, file)
+    text = file.read_text(encoding="utf-8")
+    for title in ("2 hosts x 1, 1 Gbit/s", "2 hosts x 2, 1 Gbit/s"):
+        assert title in text
+
+
+def test_plots_of_results_are_theirs(tmp_path: Path) -> None:
+    """Those in benchmarks/results, but for what another matplotlib draws in another way."""
+    pytest.importorskip("matplotlib")
+    folder = BENCHMARKS / "results"
+    loaded = {path.stem: json.loads(path.read_text("utf-8")) for path in folder.glob("*mpi*.json")}
+    drawn = importlib.import_module("plot").draw(
+        [loaded["openmpi"], loaded["optimizer-openmpi"]], tmp_path
+    )
+    for mpi in ("openmpi", "mpich"):
+        drawn.append(tmp_path / f"hosts-{mpi}.svg")
+        importlib.import_module("plot_hosts").draw(loaded[mpi], drawn[-1])
+    paths = re.compile(r'd="([^"]*)"')
+    for new in drawn:
+        kept = folder / new.name
+        if kept.exists():  # of 16 ranks there is none
+            heights = [paths.findall(file.read_text("utf-8")) for file in (new, kept)]
+            assert heights[0] == heights[1], f"{kept}: draw it again (benchmarks/README.md)"
 
 
 @pytest.mark.thorough
