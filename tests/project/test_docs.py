@@ -169,6 +169,28 @@ def test_generated_parts() -> None:
     assert sorted(asked) == sorted(known)
 
 
+def test_the_search_needs_no_network() -> None:
+    """The theme's plugin `offline` fetches a script, unless the site has one so named."""
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert "\n  - offline\n" in config
+    (script,) = re.findall(r"^  polyfills:\n    - (\S*iframe-worker\S*)\n", config, re.M)
+    assert (DOCS / script).exists()
+
+
+def test_first_pages_show_what_it_gains() -> None:
+    plot = "exposed-2-ranks.svg"
+    for page, place in (
+        (ROOT / "README.md", "benchmarks/results"),
+        (DOCS / "index.md", "performance"),
+    ):
+        text = page.read_text(encoding="utf-8")
+        assert f"]({place}/{plot})" in text
+        for name in ("NodeOptimizer", "hangs.md", "preemption.md", "elastic.md"):
+            assert name in text, f"{page}: {name}"
+    drawn = (ROOT / "benchmarks" / "results" / plot).read_text(encoding="utf-8")
+    assert "mpiddp, NodeOptimizer" in drawn
+
+
 class TestReadme:
     TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -177,7 +199,7 @@ class TestReadme:
 
     def test_its_table_is_made_of_results(self) -> None:
         table = generated("step_tables.py").strip()
-        assert len(table.splitlines()) == 8
+        assert len(table.splitlines()) == 10
         assert table in self.TEXT
 
     def test_links(self) -> None:
