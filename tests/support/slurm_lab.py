@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["ROOT", "Hosts", "start_hosts"]
+__all__ = ["ROOT", "Hosts", "reason_to_skip", "start_hosts"]
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "tests" / "lab" / "cluster"
@@ -91,7 +91,7 @@ def start_hosts(nodes: int) -> Iterator[Hosts]:
     Args:
         nodes: how many, besides the head.
     """
-    if reason := _reason_to_skip():
+    if reason := reason_to_skip():
         pytest.skip(reason)
     # In /tmp, whatever TMPDIR is: the hosts have it in common, and not /var/tmp.
     with tempfile.TemporaryDirectory(prefix="mpiddp-slurm-", dir="/tmp") as name:
@@ -137,7 +137,8 @@ def _running_mpi() -> str:
     ).stdout.strip()
 
 
-def _reason_to_skip() -> str | None:
+def reason_to_skip() -> str | None:
+    """Return why no hosts can be made here, None if they can."""
     if os.geteuid() != 0:
         return "making hosts needs root"
     if not shutil.which("apt-get"):
