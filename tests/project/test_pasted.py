@@ -97,7 +97,6 @@ class Story:
             "PIP_CONSTRAINT": os.environ.get("PIP_CONSTRAINT", str(ROOT / "constraints.txt")),
             "CFLAGS": "-O0",  # mpi4py in a fraction of the time; mpiddp sets its own
             "OMP_NUM_THREADS": "1",
-            "PYTHONSAFEPATH": "1",
             **env,
         }
         self.steps: list[tuple[str, str, list[str]]] = []
