@@ -187,6 +187,9 @@ version = "%d.%d" % sys.version_info[:2]
 if sys.version_info < (3, 10):
     sys.exit("mpiddp needs Python 3.10 or newer, and %s is Python %s.\n"
              "Name another one: make PYTHON=python3.12" % (sys.executable, version))
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    sys.exit("mpiddp needs a Python with its global lock, and %s is built without it.\n"
+             "Name another one: make PYTHON=python3.12" % sys.executable)
 missing = []
 if not importlib.util.find_spec("ensurepip"):
     missing.append("python%s-venv" % version)

@@ -54,6 +54,10 @@ NO_PYTHON_H = """\
 mpiddp: the C headers of this Python are missing: no {path}.
 Install them (Debian: python{version}-dev, Fedora: python3-devel)."""
 
+NO_LOCK = """\
+mpiddp: this Python ({version}) is built without its global lock, on which mpiddp relies between a
+gradient's hook and its bucket. Use the ordinary build of this Python."""
+
 BROKEN_MPICC = """\
 mpiddp: the MPI compiler cannot read mpi.h: {command}
 {output}
@@ -97,8 +101,10 @@ def identify(mpicc):
     return "mpi-" + hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def check_python_headers():
-    """Stop when there is no Python.h to compile with."""
+def check_python():
+    """Stop when this Python has no Python.h to compile with, or no global lock."""
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        sys.exit(NO_LOCK.format(version=sys.version.split()[0]))
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not header.exists():
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -116,7 +122,7 @@ class Build(build):
         self.missing = None
         try:
             self.mpicc = find_mpicc()
-            check_python_headers()
+            check_python()
             self.build_base = str(BUILD_ROOT / identify(self.mpicc))
         except SystemExit as missing:
             # Metadata and sdist come here too and need no compiler: run() says what is missing.

@@ -54,6 +54,24 @@ def memory() -> str:
     return markdown(rows)
 
 
+def lazy_buckets() -> str:
+    """Return the memory of a step with and without `lazy_bucket_allocation`."""
+    rows = [["", "", "lazy", "views", "highest in a step", "after forward"]]
+    for name, mpi in MPIS.items():
+        rows += [
+            [
+                f"{mpi}, {record['ranks']} ranks",
+                record["candidate"],
+                "on" if record["lazy"] else "off",
+                "on" if record["views"] else "off",
+                f"{record['highest']:.2f}",
+                f"{record['forward']:.2f}",
+            ]
+            for record in load(f"lazy-{name}")["lazy"]
+        ]
+    return markdown(rows)
+
+
 def construction() -> str:
     """Return what a start and the construction of a model take."""
     rows = [["", "", f"{OURS}, ms", f"{GLOO}, ms", "mpiddp over Gloo (90 %)"]]

@@ -25,6 +25,7 @@ import optimizer_tables
 import other_tables
 import settings_table
 import step_tables
+import tested_table
 
 ROOT = Path(__file__).resolve().parents[2]
 # The same as `paths` in mkdocs.yml, and the package in it.
@@ -48,6 +49,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "sources": other_tables.sources,
     "one-bucket": other_tables.one_bucket,
     "memory": other_tables.memory,
+    "lazy-buckets": other_tables.lazy_buckets,
+    "versions": tested_table.versions,
     "construction": other_tables.construction,
     "snapshots": other_tables.snapshots,
     "cost-model": (ROOT / "benchmarks" / "scaling.md").read_text,

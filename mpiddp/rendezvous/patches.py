@@ -6,6 +6,7 @@
 - ``split_group``: torch's own splits NCCL's communicators and refuses where there is no
   accelerator. For groups of mpiddp, the members of each part create their own group.
 - ``monitored_barrier``: torch's own handles only Gloo's groups.
+- ``_set_pg_timeout``, before torch 2.14: torch's own changes Gloo's and NCCL's limits only.
 - names of groups that only their members make (`use_local_synchronization`): see `_naming`.
 - ``checkpoint.async_save``: see asynchronous_saves.py.
 """
@@ -48,6 +49,8 @@ def install() -> None:
     replace_function(dist.monitored_barrier, _with_mpiddp)
     replace_function(dist.split_group, _splitting)
     replace_function(dist.distributed_c10d._hash_ranks_to_str, _naming)
+    if not hasattr(dist, "set_timeout"):
+        replace_function(dist.distributed_c10d._set_pg_timeout, _setting_timeout)
     asynchronous_saves.install()
 
 
@@ -252,6 +255,18 @@ def _with_mpiddp(torchs: Callable[..., Any]) -> Callable[..., Any]:
         return group.monitored_barrier(timeout, wait_all_ranks)
 
     return monitored_barrier
+
+
+def _setting_timeout(torchs: Callable[..., None]) -> Callable[..., None]:
+    def _set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+        module = sys.modules.get("mpiddp.process_group.group")  # importing it would initialise MPI
+        given: Any = dist.group.WORLD if group is None and dist.is_initialized() else group
+        if module is None or not isinstance(given, module.ProcessGroup):
+            torchs(timeout, group)
+        else:
+            given.set_timeout(timeout)
+
+    return _set_pg_timeout
 
 
 def _naming(torchs: Callable[..., str]) -> Callable[..., str]:

@@ -311,6 +311,12 @@ PRIVATE_NAMES = [
     ),
     *_names(
         "torch.distributed.distributed_c10d.",
+        "_set_pg_timeout",
+        "rendezvous/patches",
+        "changes the time limit of a group",
+    ),
+    *_names(
+        "torch.distributed.distributed_c10d.",
         "_hash_ranks_to_str",
         "rendezvous/patches",
         "names of groups that members make",

@@ -428,6 +428,17 @@ class TestTimeout:
         assert part.timeout == timedelta(seconds=0.3)
         dist.destroy_process_group(part)
 
+    def test_torchs_functions_set_it(self) -> None:
+        """torch 2.14 has set_timeout; the older name had effect on Gloo and NCCL only."""
+        part = dist.new_group(timeout=timedelta(seconds=50))
+        if hasattr(dist, "set_timeout"):
+            dist.set_timeout(timedelta(seconds=3), part)
+        else:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), part)
+        assert part.timeout == timedelta(seconds=3)
+        assert dist.all_reduce(torch.ones(1), group=part, async_op=True).wait()
+        dist.destroy_process_group(part)
+
 
 class TestSharedMemory:
     """Inputs that are a part of the output, or the other way round, as NCCL allows."""

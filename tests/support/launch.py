@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import launch_progress
+import launch_record
 import mpirun
 import patience
 
@@ -172,7 +173,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--job-timeout", type=float, default=2400, help="seconds for one mpirun, default 2400"
     )
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="keep the counts there, see launch_record.py"
+    )
     options, others = parser.parse_known_args(argv)
+    options.what = " ".join([*([f"--{options.part}"] if options.part else []), *others])
 
     # pytest runs in tests/support/, where the source folder mpiddp/ does not hide the package.
     arguments, given = [], False
@@ -486,6 +491,8 @@ def main(argv: list[str]) -> int:
         say("No test was run, or every test was skipped.")
         totals.failed = 1
     say(str(totals))
+    if options.record:
+        launch_record.record(options.record, options.what, sizes, vars(totals))
     return 1 if totals.failed else 0
 
 
