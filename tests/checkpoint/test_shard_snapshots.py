@@ -9,6 +9,7 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
+import patience
 import pytest
 import torch
 import torch.distributed as dist
@@ -390,5 +391,5 @@ def test_an_exception_is_not_held_up(node):
     else:
         snapshots.wait()
     with together():
-        assert RANK > 0 or seconds < 5
+        assert RANK > 0 or seconds < patience.enough(5)
         assert [path.name[-6:] for path in snapshots.root.iterdir()] == ["step-2"]

@@ -111,6 +111,7 @@ def test_graphs_end_where_buckets_do(cap, views, gloo):
         assert backend.graphs == len(ours.reducer.buckets)
 
 
+@pytest.mark.thorough
 def test_graphs_end_at_our_own_default_size(monkeypatch):
     """Between nodes graphs are smaller than torch's, and buckets are smaller than those."""
     net = make_net(600, 8)  # 1.44 MB each: the first alone, then three to fill 4 MiB

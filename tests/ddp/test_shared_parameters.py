@@ -197,6 +197,7 @@ class TestOnAllRanks:
         copies[0](torch.zeros(2, 6))
         average(torch.zeros(2, 6))
 
+    @pytest.mark.thorough(keep=1)
     @pytest.mark.parametrize("context", ["fork", "spawn"])
     def test_data_loaders(self, context: str) -> None:
         model = make()

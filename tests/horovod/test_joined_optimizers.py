@@ -55,6 +55,7 @@ def train(model, optimizer, steps, total=None):
 
 
 @pytest.mark.essential(keep=1)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("first", [0, 1, 3], ids=["before-any-step", "one", "three"])
 @pytest.mark.parametrize("last_joins_first", [False, True])
 def test_ranks_with_different_numbers_of_steps(first, last_joins_first):

@@ -57,6 +57,7 @@ def test_same_as_the_plain_optimizer(name: str) -> None:
                     assert found == value
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("name", ["momentum", "AdamW", "AdamW fused"])
 def test_after_200_steps(name: str, gloo: dist.ProcessGroup) -> None:
     """Beside torch's own class over Gloo. Three ranks and more it adds in another order."""

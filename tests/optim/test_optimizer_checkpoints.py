@@ -140,6 +140,7 @@ class Training:
             self.optimizer.load_state_dict(state["optimizer"])
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("how", ["sharded", "whole"])
 @pytest.mark.parametrize("place", [[0, 0, 0, 0], *NODES.values()], ids=["one node", *NODES])

@@ -70,6 +70,7 @@ def test_communication_hooks(hook: str) -> None:
     assert_same_parameters(models[1][0], models[0][0])
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("name", ["momentum", "AdamW"])
 def test_after_200_steps(name: str, group: dist.ProcessGroup) -> None:
     """The same bits on all nodes, and as plain DDP has them."""
@@ -84,6 +85,7 @@ def test_after_200_steps(name: str, group: dist.ProcessGroup) -> None:
     assert_same_parameters(model, plain)
 
 
+@pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize("whole", [False, True])
 def test_scaled_and_clipped(group: dist.ProcessGroup, whole: bool) -> None:
     """What overflows on one node is skipped on all; norms are of all gradients."""

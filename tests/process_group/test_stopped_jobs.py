@@ -15,7 +15,7 @@ import pytest
 pytestmark = pytest.mark.timeout(100)
 
 # Seconds: the time limit, and how long the ranks are stopped.
-LIMIT, STOPPED = 4, 5
+LIMIT, STOPPED = 8, 9
 
 # Every kind of wait at once, each in a group of its own.
 SOURCE = """\
@@ -28,10 +28,12 @@ import mpiddp
 folder = sys.argv[1]
 mpiddp.init_process_group(timeout=timedelta(seconds=60))
 rank = dist.get_rank()
-limited = lambda: dist.new_group(timeout=timedelta(seconds=LIMIT))
-groups = [limited() for _ in range(4)]
-model = mpiddp.DistributedDataParallel(torch.nn.Linear(10, 1), process_group=limited())
+groups = [dist.new_group() for _ in range(5)]
+model = mpiddp.DistributedDataParallel(torch.nn.Linear(10, 1), process_group=groups[4])
 loss = model(torch.ones(1, 10)).sum()
+dist.barrier()
+for group in groups:
+    group.set_timeout(timedelta(seconds=LIMIT))
 ended = []
 
 
