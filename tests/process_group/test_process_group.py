@@ -429,7 +429,7 @@ class TestTimeout:
         dist.destroy_process_group(part)
 
     def test_torchs_functions_set_it(self) -> None:
-        """torch 2.14 has set_timeout; the older name had effect on Gloo and NCCL only."""
+        """Torch 2.14 has set_timeout; the older name had effect on Gloo and NCCL only."""
         part = dist.new_group(timeout=timedelta(seconds=50))
         if hasattr(dist, "set_timeout"):
             dist.set_timeout(timedelta(seconds=3), part)

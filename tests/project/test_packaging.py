@@ -201,6 +201,19 @@ class TestWithoutCompiler:
         assert "mpi.h: no such file" in printed
         assert "Traceback" not in printed
 
+    def test_python_without_its_lock(self, source: Path) -> None:
+        """As `python3.14t` tells setup.py; such a Python is not to be had in the tests."""
+        code, printed = run(
+            *(sys.executable, "-c"),
+            "import runpy, sys, sysconfig; sysconfig.get_config_vars()['Py_GIL_DISABLED'] = 1; "
+            "sys.argv = ['setup.py', 'build']; runpy.run_path('setup.py')",
+            cwd=source,
+            env={"MPICC": mpicc()},
+        )
+        assert code != 0
+        assert "is built without its global lock" in printed
+        assert "Traceback" not in printed
+
     def test_source_distribution_needs_none(self, source: Path) -> None:
         code, _ = run(
             *(sys.executable, "setup.py", "--quiet", "sdist"),
