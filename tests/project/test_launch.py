@@ -4,6 +4,7 @@ Each test writes a small test file and has the launcher run it, on the MPI of th
 environment.
 """
 
+import json
 import subprocess
 import sys
 import time
@@ -367,6 +368,15 @@ class TestProgress:
             '{"event": "running", "test": "test_y.py::one"}\n{"event": "do'
         )
         expected = "[2 ranks: 1 of 3 tests, about 3:00 left in all; now test_y.py::one]"
+        assert progress.line() == expected
+
+    def test_processes_beside_each_other_share_what_is_left(self, tmp_path):
+        for name, test in ("a", "test_x.py::one"), ("b", "test_x.py::two"):
+            event = {"event": "done" if name == "a" else "running", "test": test}
+            (tmp_path / f"mpiddp-{name}").write_text(json.dumps(event) + "\n")
+        tests = {"test_x.py::one", "test_x.py::two", "test_y.py::one"}
+        progress = launch_progress.Progress(tmp_path, tests, 2, later=10.0, jobs=2)
+        expected = "[2 ranks: 1 of 3 tests, about 0:50 left in all; now test_x.py::two]"
         assert progress.line() == expected
 
     def test_a_machine_that_is_slower_needs_longer(self, tmp_path, monkeypatch):

@@ -381,7 +381,10 @@ def run_tests(
             with launch_progress.Progress(directory / "rank-0.jsonl", expected, size, later):
                 status, _ = run(command, directory, options.job_timeout)
         else:
-            (claims / directory.name).symlink_to(directory / "rank-0.jsonl")
+            # For Progress, which still counts these tests when the directory is gone.
+            report = claims / directory.name
+            report.touch()
+            (directory / "rank-0.jsonl").hardlink_to(report)
             status, printed = run(command, directory, options.job_timeout, subprocess.PIPE)
             say(printed)
         seconds = time.monotonic() - start
