@@ -198,6 +198,7 @@ def test_as_torch(name, views, gloo):
         assert logged == [given.hook.__qualname__] * 2
 
 
+@pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("case", CASES)
 def test_every_kind_of_model(case, views, gloo):
     pair = wrap_both(CASES[case].make(), gloo, HOOKS["all-reduce"], gradient_as_bucket_view=views)

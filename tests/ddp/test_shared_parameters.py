@@ -229,7 +229,7 @@ class TestOnAllRanks:
             assert model.module(torch.ones(2, 6)).sum().item() == expected
 
     @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # in dynamo
-    @pytest.mark.thorough(keep=1)
+    @pytest.mark.thorough
     @pytest.mark.parametrize("compiles", ["the step of training", "the wrapper", "the module"])
     def test_compiled_and_checkpointed(self, compiles: str) -> None:
         from torch.utils.checkpoint import checkpoint

@@ -49,6 +49,7 @@ def test_adasum_with_a_joined_rank_leaves_what_the_others_have():
             assert value.tolist() == [1.0, 2.0]
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     "operation",

@@ -191,7 +191,7 @@ ACTIONS = st.lists(
 )
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),

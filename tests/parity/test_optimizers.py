@@ -22,6 +22,7 @@ OPTIMIZERS = {
 
 @pytest.mark.essential(keep=4)
 @pytest.mark.smoke(keep=1)
+@pytest.mark.thorough(keep=12)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", ["mlp", "tied", "channels_last"])
 def test_steps_equal_those_of_one_process(case, optimizer, views):

@@ -201,6 +201,7 @@ class TestOutside:
 MANY = 2300
 
 
+@pytest.mark.thorough
 def test_many_that_come_and_go():
     """Each gives its communicator back."""
     for number in range(MANY):

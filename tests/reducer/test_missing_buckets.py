@@ -118,7 +118,7 @@ class TestMissingRanks:
             until_all_are_here()
         until_all_are_here()
 
-    @pytest.mark.thorough(keep=1)
+    @pytest.mark.thorough
     def test_that_wait_for_another_module(self, views):
         """Two models in opposite orders: each rank waits where the other does not."""
         pair = [wrap(3, 4, 2, gradient_as_bucket_view=views) for _ in range(2)]

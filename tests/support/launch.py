@@ -5,8 +5,8 @@
 
 With --short (`make test`), and if nothing else chooses tests, it leaves out what is marked
 `thorough`, and runs on 3 ranks only what is not marked `sizes`; with --rest it runs the others.
-The tests without MPI run in two processes at once, or as many as --jobs says, each of which takes
-the next file when it has ended one: they mostly wait for jobs that they have started.
+The tests without MPI run in some processes at once, as many as --jobs says, each of which takes the
+next file when it has ended one: they mostly wait for jobs that they have started.
 
 An exit code proves nothing: a job can lose a rank or skip every test and still exit
 with 0. So every rank reports each test that it finishes (launch_report.py), and those
@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -36,6 +35,7 @@ SUPPORT = Path(__file__).resolve().parent
 TESTS = SUPPORT.parent
 SIZES = (1, 2, 3, 4)
 SIZES_OF_PARTS = (2, 3)
+CORES = 2  # of the machine that estimates are for
 
 # What pytest-mpi says of a test that it skips outside of mpirun.
 NEEDS_MPI = "need --with-mpi"
@@ -119,14 +119,6 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def shown(command: list[str]) -> str:
-    """Return a command, of its many files but the first."""
-    files = [argument for argument in command if argument.endswith(".py")]
-    left_out = set(files[1:]) if len(files) > 3 else set()
-    text = shlex.join(argument for argument in command if argument not in left_out)
-    return f"{text} and {len(left_out)} more" if left_out else text
-
-
 def some(names: list[str]) -> str:
     """List the first names."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
@@ -162,7 +154,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             help=f"{text}, unless tests are chosen otherwise",
         )
     parser.add_argument(
-        "--jobs", type=int, default=2, metavar="N", help="processes at once without MPI, default 2"
+        "--jobs",
+        type=int,
+        default=min(len(os.sched_getaffinity(0)), 3) + 1,
+        metavar="N",
+        help="processes at once without MPI, by default one more than cores, and at most 4",
     )
     parser.add_argument(
         "--measure", action="store_true", help="write what tests took, for estimates"
@@ -375,7 +371,7 @@ def run_tests(
             stop = ["-x"] if size > 1 else []
             command = [*launched, *command, *extra, *stop, *arguments]
         title = f"{size} rank{'s' if size > 1 else ''}" if size else "without MPI"
-        say(f"=== {title}: {shown(command)}")
+        say(f"=== {title}: {launch_progress.shown(command)}")
         start = time.monotonic()
         if claims is None:
             with launch_progress.Progress(directory / "rank-0.jsonl", expected, size, later):
@@ -427,7 +423,7 @@ def run_at_once(
     totals = Totals()
     with (
         tempfile.TemporaryDirectory(prefix="mpiddp-claims-") as name,
-        launch_progress.Progress(Path(name), set(unclaimed), 0, later, jobs),
+        launch_progress.Progress(Path(name), set(unclaimed), 0, later, min(jobs, CORES)),
         ThreadPoolExecutor(max(jobs, 1)) as threads,
     ):
         arguments = [*others, "--launch-alone=without", f"--launch-claims={name}", *files]
@@ -470,7 +466,8 @@ def main(argv: list[str]) -> int:
     due = [(size, expected) for size, expected in runs.items() if expected]
     estimate = launch_progress.Estimate()
     seconds = [
-        estimate.of(expected, size) / (1 if size else options.jobs) for size, expected in due
+        estimate.of(expected, size) / (1 if size else min(options.jobs, CORES))
+        for size, expected in due
     ]
     say(f"about {launch_progress.in_words(sum(seconds))} minutes on two cores at rest")
     for index, (size, expected) in enumerate(due):

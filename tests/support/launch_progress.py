@@ -6,6 +6,7 @@ tests that have run tell how much longer the others take.
 """
 
 import json
+import shlex
 import threading
 import time
 from collections import Counter
@@ -68,6 +69,14 @@ def longest_first(tests: Mapping[str, str]) -> list[str]:
         files.setdefault(file, set()).add(test)
     seconds = {file: estimate.of(of_it, 0) for file, of_it in files.items()}
     return sorted(files, key=lambda file: (-seconds[file], file))
+
+
+def shown(command: list[str]) -> str:
+    """Return a command, of its many files but the first."""
+    files = [argument for argument in command if argument.endswith(".py")]
+    left_out = set(files[1:]) if len(files) > 3 else set()
+    text = shlex.join(argument for argument in command if argument not in left_out)
+    return f"{text} and {len(left_out)} more" if left_out else text
 
 
 def in_words(seconds: float) -> str:

@@ -119,6 +119,7 @@ def test_bits(layout: Layout, dtype: torch.dtype, elements: int) -> None:
             assert len(set(layout.place)) == 1 or torch.equal(gradient, mean)
 
 
+@pytest.mark.thorough(keep=12)
 @pytest.mark.parametrize("sent", HOOKS, ids=str)
 @pytest.mark.parametrize("elements", [3, 300_001])
 @pytest.mark.mpi(min_size=2)
@@ -143,6 +144,7 @@ def test_bits_with_a_hook(
             assert len(set(layout.place)) == 1 or torch.equal(gradient, mean)
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes
 def test_late_nodes(layout: Layout) -> None:

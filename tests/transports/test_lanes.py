@@ -37,7 +37,7 @@ def test_lanes_are_used(group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.essential(keep=4)
-@pytest.mark.thorough(keep=20)
+@pytest.mark.thorough(keep=10)
 @pytest.mark.parametrize(
     "dtype",
     [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64],
