@@ -19,6 +19,8 @@ PERIOD = 20.0
 # What a test takes that nobody has measured.
 UNKNOWN = 0.5
 
+_writing = threading.Lock()
+
 
 def file_of(test: str) -> str:
     """Return the file of a test without its folder: files may move."""
@@ -34,15 +36,16 @@ def read_durations() -> dict[str, dict[str, list[float]]]:
 
 
 def write_durations(size: int, seconds: Mapping[str, float]) -> None:
-    """Record what each test of a run took."""
-    durations = read_durations()
-    totals: dict[str, list[float]] = durations.setdefault(str(size), {})
+    """Record what each test of a run took. Runs beside each other may do so at once."""
     counts = Counter(file_of(test) for test in seconds)
-    for file, count in counts.items():
-        took = sum(each for test, each in seconds.items() if file_of(test) == file)
-        totals[file] = [round(took, 1), count]
-    ordered = {key: dict(sorted(durations[key].items())) for key in sorted(durations)}
-    DURATIONS.write_text(json.dumps(ordered, indent=1) + "\n")
+    with _writing:
+        durations = read_durations()
+        totals: dict[str, list[float]] = durations.setdefault(str(size), {})
+        for file, count in counts.items():
+            took = sum(each for test, each in seconds.items() if file_of(test) == file)
+            totals[file] = [round(took, 1), count]
+        ordered = {key: dict(sorted(durations[key].items())) for key in sorted(durations)}
+        DURATIONS.write_text(json.dumps(ordered, indent=1) + "\n")
 
 
 class Estimate:
