@@ -26,6 +26,8 @@ __all__ = [
 
 # What mpirun of Open MPI sets with --with-ft ulfm.
 _VARIABLE = "OMPI_MCA_mpi_ft_enable"
+# By which components its messages go.
+_WAYS = "OMPI_MCA_btl"
 
 
 def can_go_on() -> bool:
@@ -41,9 +43,9 @@ def avoid_shared_memory_of_mpi() -> None:
     What the user has set stays, but for a list of what not to use that says nothing of either:
     "^ofi" keeps Open MPI from sleeping for a second at its start.
     """
-    given = os.environ.get("OMPI_MCA_btl", "^")
+    given = os.environ.get(_WAYS, "^")
     if can_go_on() and given.startswith("^") and not {"sm", "tcp"} & set(given[1:].split(",")):
-        os.environ["OMPI_MCA_btl"] = "self,tcp"
+        os.environ[_WAYS] = "self,tcp"
 
 
 def let_finalize_not_wait() -> None:
