@@ -35,9 +35,11 @@ def _quick_answers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 def wrap(*widths: int, **options: Any) -> DDP:
     """Return a wrapped module whose ranks do not wait long."""
+    part: Any = dist.new_group()
+    wrapped = DDP(mlp(*widths), process_group=part, bucket_cap_mb=1e-6, **options)
     until_all_are_here()
-    part: Any = dist.new_group(timeout=timedelta(seconds=2))
-    return DDP(mlp(*widths), process_group=part, bucket_cap_mb=1e-6, **options)
+    part.set_timeout(timedelta(seconds=2))
+    return wrapped
 
 
 def draw() -> torch.Tensor:
