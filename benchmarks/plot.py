@@ -155,6 +155,7 @@ def draw(files: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "mpiddp"  # the same file from the same results
+    matplotlib.rcParams["svg.fonttype"] = "path"  # it looks alike wherever README.md is read
     from matplotlib import pyplot
 
     kinds = [(results, kind) for results in files for kind in ("exposed", "optimizers")]
