@@ -66,8 +66,8 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
         init_sync: whether the ranks' models are compared and rank 0's state is broadcast.
         process_group: a group of mpiddp, or an mpi4py communicator of some of its ranks, whose
             order counts; None is the world. Construction is collective over it.
-        bucket_cap_mb: size of a bucket in MiB; None is 25 inside a node and 4 where messages are
-            sent, with a first bucket of 1.
+        bucket_cap_mb: size of a bucket in MiB; None is 25 inside a node, with a first bucket of
+            1, and 1 where messages are sent, or 4 there with a hook in Python.
         find_unused_parameters: whether parameters may take no part in a loss. It costs nothing
             here and silences the error that otherwise names them.
         check_reduction: deprecated, ignored.
