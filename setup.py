@@ -238,6 +238,7 @@ def extensions():
 
 
 setup(
+    py_modules=["mpiddp_command"],
     packages=[PACKAGE, *(f"{PACKAGE}.{room}" for room in ROOMS)],
     package_data={PACKAGE: ["py.typed"]},
     ext_modules=extensions(),

@@ -8,4 +8,4 @@ import sys
 from mpiddp.runner.command import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

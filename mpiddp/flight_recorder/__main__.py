@@ -21,10 +21,15 @@ from pathlib import Path
 from mpiddp.flight_recorder import analysis, ranks_here
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print the answer; return the exit status. Not collective."""
+def main(arguments: Sequence[str], name: str = "python -m mpiddp.flight_recorder") -> int:
+    """Print the answer; return the exit status. Not collective.
+
+    Args:
+        arguments: the command line, after the name.
+        name: what the user has typed for this command.
+    """
     parser = argparse.ArgumentParser(
-        prog="python -m mpiddp.flight_recorder",
+        prog=name,
         description="Say in words what the flight recorders' files of a job tell.",
     )
     parser.add_argument("folder", type=Path, nargs="?", help="where the files of all ranks are")

@@ -1,6 +1,7 @@
 """Run a script that was written for torchrun, as it is, on MPI.
 
 mpirun -n 16 python -m mpiddp train.py --epochs 5
+mpirun -n 16 mpiddp run train.py --epochs 5
 """
 
 from __future__ import annotations
@@ -15,18 +16,22 @@ from typing import NoReturn
 
 from torch.distributed import Backend
 
-from mpiddp import settings
+from mpiddp import launchers, settings
 from mpiddp.mpi import communicators, nodes
 from mpiddp.rendezvous import mpi_world, world
 from mpiddp.runner import data_parallel, elastic, output, spawn, stand_ins, torchrun
 from mpiddp.runner.job_exit import JobExit
 from mpiddp.runner.program import Program
 from mpiddp.runner.started_ranks import StartedRanks
+from mpiddp.version import __version__
 
 _DESCRIPTION = """\
 Run a script written for torchrun on MPI, as it is: torch.distributed gets its ranks from MPI, and
 DistributedDataParallel is the one of mpiddp. Start it with mpirun or srun.
 """
+
+# How the command is called where it is not told.
+NAME = "python -m mpiddp"
 
 # Options that name the program; its own arguments follow.
 _KINDS = {"-m": "module", "-c": "code"}
@@ -42,21 +47,30 @@ class _Parser(argparse.ArgumentParser):
         raise _UsageError(message)
 
 
-def main() -> int:
+def main(arguments: Sequence[str], name: str = NAME) -> int:
     """Run what the command line names. Collective over MPI.COMM_WORLD.
+
+    Args:
+        arguments: the command line, after the name.
+        name: what the user has typed for this command.
 
     Returns:
         The exit status of this process.
     """
-    parser = _make_parser()
+    parser = _make_parser(name)
     problem = ""
     try:
-        options, program = _parse(parser, sys.argv[1:])
+        options, program = _parse(parser, arguments)
     except _UsageError as error:
         problem = str(error)
+    else:
+        if options.help or options.version:  # without MPI
+            if launchers.speaks_for_all():
+                print(parser.format_help().rstrip() if options.help else f"mpiddp {__version__}")
+            return 0
     everyone = mpi_world.checked_communicator(None)
     limit = settings.START_SECONDS.read_before_init()
-    communicator = communicators.duplicate(everyone, limit, "python -m mpiddp")
+    communicator = communicators.duplicate(everyone, limit, name)
     topology = nodes.find_topology(communicator)
     problems = [text for text in communicator.allgather(problem) if text]
     if problems:
@@ -64,10 +78,6 @@ def main() -> int:
             parser.print_usage(sys.stderr)
             print(f"{parser.prog}: error: {problems[0]}", file=sys.stderr)
         return 2
-    if options.help:
-        if topology.rank == 0:
-            parser.print_help()
-        return 0
     if not options.data_parallel:  # else the script is alone
         problem = torchrun.set_environment(communicator, topology)
     if problem:
@@ -101,15 +111,16 @@ def _prepare(options: argparse.Namespace, started: StartedRanks) -> None:
         print(f"mpiddp: {ranks}, {said}", file=sys.stderr, flush=True)
 
 
-def _make_parser() -> _Parser:
+def _make_parser(name: str = NAME) -> _Parser:
     parser = _Parser(
-        prog="python -m mpiddp",
+        prog=name,
         usage="mpirun -n N %(prog)s [options] (SCRIPT | -m MODULE | -c CODE) [argument ...]",
         description=_DESCRIPTION,
         add_help=False,
         allow_abbrev=False,
     )
     parser.add_argument("-h", "--help", action="store_true", help="print this and end")
+    parser.add_argument("--version", action="store_true", help="print the version and end")
     parser.add_argument(
         "--backend",
         default=world.BACKEND,
@@ -159,7 +170,7 @@ def _parse(parser: _Parser, arguments: Sequence[str]) -> tuple[argparse.Namespac
     kind = "script"
     if rest and rest[0] in _KINDS:
         kind = _KINDS[rest.pop(0)]
-    if not rest and not options.help:
+    if not rest and not (options.help or options.version):
         raise _UsageError(f"the {kind} to run is missing")
     if kind == "script" and rest and not os.path.exists(rest[0]):
         raise _UsageError(f"there is no file {rest[0]!r} on {socket.gethostname()}")

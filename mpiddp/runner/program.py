@@ -50,7 +50,9 @@ class Program:
             module = _new_main(None, None)
             code = compile(self.name, "<string>", "exec", dont_inherit=True)
         elif self.kind == "module":
-            # Until the module is found, as with `python -m`.
+            # Until the module is found, as with `python -m`. The console command has not put
+            # the working directory there.
+            self._set_path(os.getcwd())
             sys.argv = ["-m", *self.arguments]
             module, code = _load_module(_find_module(self.name))
             sys.argv = [str(module.__file__), *self.arguments]

@@ -131,7 +131,7 @@ def test_options_of_the_runner() -> None:
     (source,) = (
         text
         for path in sources()
-        if 'prog="python -m mpiddp"' in (text := path.read_text(encoding="utf-8"))
+        if 'NAME = "python -m mpiddp"' in (text := path.read_text(encoding="utf-8"))
     )
     options = set(re.findall(r'add_argument\(\s*(?:"-\w", )?"(--[\w-]+)"', source))
     shown = first_column(DOCS / "reference" / "runner.md")
