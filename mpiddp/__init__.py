@@ -11,67 +11,63 @@
 Importing this package does not initialise MPI.
 """
 
-from mpiddp.mpi.compatibility import check_loaded_library as _check_loaded_library
-from mpiddp.torch_internals.versions import check_torch as _check_torch
+from mpiddp.source_folder import hand_over as _hand_over
 
-try:
+if not _hand_over(__path__[0]):  # else the installed package is in the place of this one
+    from mpiddp.mpi.compatibility import check_loaded_library as _check_loaded_library
+    from mpiddp.torch_internals.versions import check_torch as _check_torch
+
+    _check_loaded_library()
+    _check_torch()
+
+    from torch.distributed import Backend as _Backend
+
+    from mpiddp import compression
+    from mpiddp.checkpoint import saving as _saving  # noqa: F401
+    from mpiddp.data_parallel.wrapper import DataParallel
+    from mpiddp.ddp import logger
+    from mpiddp.ddp.sync_batch_norm import SyncBatchNorm
+    from mpiddp.ddp.wrapper import DistributedDataParallel
+    from mpiddp.elastic import running as _running  # noqa: F401
+    from mpiddp.mpi import libfabric as _libfabric
+    from mpiddp.mpi import losses as _losses
     from mpiddp.mpi.library import compiled_against
-except ModuleNotFoundError as _error:
-    raise ImportError(
-        f"mpiddp is not compiled in {__path__[0]}. If that is its source folder, run from "
-        f"another directory, or install it: pip install ."
-    ) from _error
+    from mpiddp.mpi.nodes import Topology
+    from mpiddp.optim import node_optimizer as _node_optimizer  # noqa: F401
+    from mpiddp.preemption import notice as _notice  # noqa: F401
+    from mpiddp.rendezvous import patches as _patches
+    from mpiddp.rendezvous.world import (
+        BACKEND,
+        create_process_group,
+        destroy_process_group,
+        get_topology,
+        init_process_group,
+    )
+    from mpiddp.torch_internals.versions import declare_self_recording as _declare_self_recording
+    from mpiddp.version import __version__
 
-_check_torch()
-_check_loaded_library()
+    _Backend.register_backend(
+        BACKEND, create_process_group, extended_api=True, devices=["cpu", "cuda"]
+    )
+    _declare_self_recording(BACKEND)
+    _patches.install()
+    _losses.avoid_shared_memory_of_mpi()
+    _libfabric.leave_out_sockets()
+    logger.install()
 
-from torch.distributed import Backend as _Backend  # noqa: E402
-
-from mpiddp import compression  # noqa: E402
-from mpiddp.checkpoint import saving as _saving  # noqa: E402, F401
-from mpiddp.data_parallel.wrapper import DataParallel  # noqa: E402
-from mpiddp.ddp import logger  # noqa: E402
-from mpiddp.ddp.sync_batch_norm import SyncBatchNorm  # noqa: E402
-from mpiddp.ddp.wrapper import DistributedDataParallel  # noqa: E402
-from mpiddp.elastic import running as _running  # noqa: E402, F401
-from mpiddp.mpi import libfabric as _libfabric  # noqa: E402
-from mpiddp.mpi import losses as _losses  # noqa: E402
-from mpiddp.mpi.nodes import Topology  # noqa: E402
-from mpiddp.optim import node_optimizer as _node_optimizer  # noqa: E402, F401
-from mpiddp.preemption import notice as _notice  # noqa: E402, F401
-from mpiddp.rendezvous import patches as _patches  # noqa: E402
-from mpiddp.rendezvous.world import (  # noqa: E402
-    BACKEND,
-    create_process_group,
-    destroy_process_group,
-    get_topology,
-    init_process_group,
-)
-from mpiddp.torch_internals.versions import (  # noqa: E402
-    declare_self_recording as _declare_self_recording,
-)
-from mpiddp.version import __version__  # noqa: E402
-
-_Backend.register_backend(BACKEND, create_process_group, extended_api=True, devices=["cpu", "cuda"])
-_declare_self_recording(BACKEND)
-_patches.install()
-_losses.avoid_shared_memory_of_mpi()
-_libfabric.leave_out_sockets()
-logger.install()
-
-__all__ = [
-    "DataParallel",
-    "DistributedDataParallel",
-    "SyncBatchNorm",
-    "Topology",
-    "__version__",
-    "checkpoint",
-    "compiled_against",
-    "compression",
-    "destroy_process_group",
-    "elastic",
-    "get_topology",
-    "init_process_group",
-    "optim",
-    "preemption",
-]
+    __all__ = [
+        "DataParallel",
+        "DistributedDataParallel",
+        "SyncBatchNorm",
+        "Topology",
+        "__version__",
+        "checkpoint",
+        "compiled_against",
+        "compression",
+        "destroy_process_group",
+        "elastic",
+        "get_topology",
+        "init_process_group",
+        "optim",
+        "preemption",
+    ]

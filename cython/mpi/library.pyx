@@ -7,10 +7,10 @@ from mpi4py.libmpi cimport MPI_Get_library_version, MPI_MAX_LIBRARY_VERSION_STRI
 
 cdef extern from *:
     """
-    #if defined(OMPI_MAJOR_VERSION)
-    #define MPIDDP_VENDOR "Open MPI"
     #define MPIDDP_STRING_(x) #x
     #define MPIDDP_STRING(x) MPIDDP_STRING_(x)
+    #if defined(OMPI_MAJOR_VERSION)
+    #define MPIDDP_VENDOR "Open MPI"
     #define MPIDDP_VERSION \
         MPIDDP_STRING(OMPI_MAJOR_VERSION) "." MPIDDP_STRING(OMPI_MINOR_VERSION) "." \
         MPIDDP_STRING(OMPI_RELEASE_VERSION)
@@ -26,6 +26,11 @@ cdef extern from *:
     #elif defined(MPICH_VERSION)
     #define MPIDDP_VENDOR "MPICH"
     #define MPIDDP_VERSION MPICH_VERSION
+    #elif defined(MPI_ABI_VERSION) && MPI_ABI_VERSION > 0
+    /* mpicc_abi: the header of the standard names no library. */
+    #define MPIDDP_VENDOR "MPI ABI"
+    #define MPIDDP_VERSION \
+        MPIDDP_STRING(MPI_ABI_VERSION) "." MPIDDP_STRING(MPI_ABI_SUBVERSION)
     #else
     #define MPIDDP_VENDOR "unknown"
     #define MPIDDP_VERSION "0"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from mpiddp.mpi.library import compiled_against
+from mpiddp.mpi.library import linked_version
+from mpiddp.mpi.running_library import identify
 
 __all__ = ["leave_out_sockets"]
 
@@ -18,5 +19,5 @@ def leave_out_sockets() -> None:
     next, and at the end of a job some messages were lost (3 of 131 jobs). It is deprecated, and
     Open MPI leaves it out, too. What the user has set stays.
     """
-    if compiled_against()[0] == "MPICH":
+    if identify(linked_version()).vendor == "MPICH":
         os.environ.setdefault("FI_PROVIDER", "^sockets")

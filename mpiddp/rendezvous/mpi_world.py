@@ -11,28 +11,24 @@ import sys
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from mpiddp import settings
+from mpiddp import launchers, settings
 from mpiddp.flight_recorder import ranks_here
 from mpiddp.mpi import start_and_end, uncaught
 from mpiddp.mpi.compatibility import check_loaded_library
+from mpiddp.mpi.library import linked_version
+from mpiddp.mpi.running_library import identify, mapped_libraries
 from mpiddp.rendezvous import joining
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-# What launchers tell a process about its rank.
-_LAUNCHER_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
 # How many of the first ranks say that they wait: one of them may be the one that is missing.
 _SPEAKERS = 2
 # Seconds by which each further rank ends later, so that one speaks before the launcher ends them
 # all; longer than its thread naps. The first ranks may be the ones that never come.
 _STAGGER = 0.3
 _MOST_STAGGERED = 20
-# What launchers tell a process about the number of ranks they started.
-_LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-# SLURM says this to every process of an allocation, whoever started it.
-_SCHEDULER_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
 def checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
@@ -45,6 +41,7 @@ def checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     begun = module is not None and module.Is_initialized()
     if not begun:
         _refuse_children_of_ranks()
+        _refuse_mpirun_of_open_mpi()
     with contextlib.nullcontext() if begun else _watched_init():
         from mpi4py import MPI
 
@@ -77,7 +74,7 @@ def _refuse_children_of_ranks() -> None:
 
     It has the launcher's variables, and would begin MPI in the name of the rank that runs.
     """
-    if not any(name in os.environ for name in _LAUNCHER_RANKS):
+    if launchers.told_rank() is None:
         return
     # A forkserver's children have another parent for the system.
     started_by = multiprocessing.parent_process()
@@ -92,10 +89,30 @@ def _refuse_children_of_ranks() -> None:
         )
 
 
+def _refuse_mpirun_of_open_mpi() -> None:
+    """Raise in a rank of MPICH or its kin that the mpirun of Open MPI has started.
+
+    MPI_Init would end it, with words about PMI. Where it was built with PMIx, that mpirun fits.
+    """
+    library = identify(linked_version())
+    ours = library.vendor in ("Open MPI", "unknown") or mapped_libraries("libpmix")
+    if launchers.is_open_mpi() and not ours:
+        raise RuntimeError(
+            f"this process was started by the mpirun of Open MPI, and mpi4py runs on {library}, "
+            f"which cannot start there. {_launchers_that_fit()}"
+        )
+
+
+def _launchers_that_fit() -> str:
+    return (
+        f"Use the mpirun of that MPI (with the PyPI wheels: the one beside {sys.executable}), or "
+        f"srun with its plugin (Open MPI 5: srun --mpi=pmix; MPICH: srun --mpi=pmi2)."
+    )
+
+
 def _watched_init() -> AbstractContextManager[None]:
     """Within, this process speaks and ends if MPI_Init takes too long. Not collective."""
-    named = next((name for name in _LAUNCHER_RANKS if name in os.environ), "")
-    rank = os.environ.get(named, "?")
+    rank = launchers.told_rank() or "?"
     later = _STAGGER * min(int(rank), _MOST_STAGGERED) if rank.isdecimal() else 0.0
     return start_and_end.watched_init(
         f"mpiddp: rank {rank} ({_process()}) has waited in MPI_Init for",
@@ -149,8 +166,8 @@ def _check_thread_level() -> None:
 
 def _refuse_separate_worlds(world_size: int) -> None:
     """Raise if a launcher started several ranks that do not see each other."""
-    launched = [name for name in _LAUNCHER_SIZES if name in os.environ]
-    told = launched or [name for name in _SCHEDULER_SIZES if name in os.environ]
+    launched = [name for name in launchers.SIZES if name in os.environ]
+    told = launched or [name for name in launchers.SCHEDULER_SIZES if name in os.environ]
     name = told[0] if told else ""
     value = os.environ.get(name, "1")
     if world_size > 1 or not value.isdigit() or int(value) <= 1:
@@ -161,8 +178,6 @@ def _refuse_separate_worlds(world_size: int) -> None:
     raise RuntimeError(
         f"this process is rank 0 of 1, although {name}={value}: each process would train a "
         f"model of its own. The launcher and the MPI library do not fit: mpi4py runs on "
-        f"{vendor} {'.'.join(map(str, version))}. Use the mpirun of that MPI (with the PyPI "
-        f"wheels: the one beside {sys.executable}), or srun with its plugin (Open MPI 5: "
-        f"srun --mpi=pmix; MPICH: srun --mpi=pmi2). If a world of one is what you want, say "
-        f"so: init_process_group(comm=MPI.COMM_SELF)."
+        f"{vendor} {'.'.join(map(str, version))}. {_launchers_that_fit()} If a world of one is "
+        f"what you want, say so: init_process_group(comm=MPI.COMM_SELF)."
     )

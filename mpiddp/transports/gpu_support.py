@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+
+from mpiddp.mpi.running_library import Library, identify, mapped_libraries
 
 __all__ = [
     "DEVICE",
@@ -29,33 +30,6 @@ __all__ = [
 # point messages with the sum on the GPU.
 DEVICE = "device"
 RING = "ring"
-
-_VENDORS = (
-    # The first match counts: derivatives of MPICH name it, too.
-    ("Cray MPICH", r"CRAY MPICH version\s+([\d.]+)"),
-    ("ParaStation MPI", r"ParaStation MPI\s+(?:Version:?\s*)?v?([\d.]+)"),
-    ("MVAPICH2", r"MVAPICH2(?:-\w+)?\s+Version\s*:\s*([\d.]+)"),
-    ("MVAPICH", r"MVAPICH(?:-\w+)?\s+Version\s*:\s*([\d.]+)"),
-    ("Intel MPI", r"Intel\(R\) MPI Library\s+([\d.]+)"),
-    ("MPICH", r"MPICH Version\s*:\s*([\d.]+)"),
-    ("Open MPI", r"Open MPI v([\d.]+)"),
-)
-
-
-@dataclass(frozen=True)
-class Library:
-    """An MPI library.
-
-    Attributes:
-        vendor: its name, "unknown" if it is none of those that are known here.
-        version: its numbers, () if unknown.
-    """
-
-    vendor: str
-    version: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return " ".join([self.vendor, ".".join(map(str, self.version))]).strip()
 
 
 @dataclass(frozen=True)
@@ -165,15 +139,6 @@ _QUERIES = {
 }
 _GPU_TYPES = {"cuda": 0, "hip": 2}
 _KINDS = {"cuda": "cuda", "hip": "rocm"}
-
-
-def identify(text: str) -> Library:
-    """Return the MPI library whose MPI_Get_library_version gives `text`. Not collective."""
-    for vendor, pattern in _VENDORS:
-        if found := re.search(pattern, text, re.IGNORECASE):
-            numbers = tuple(int(part) for part in found[1].split(".") if part)
-            return Library(vendor, numbers)
-    return Library("unknown", ())
 
 
 def known_of(library: Library) -> Knowledge:
@@ -286,10 +251,3 @@ def describe_runtime(prefix: str) -> str:
     if prefix == "hip":
         return f"ROCm {torch.version.hip}"
     return f"CUDA {torch.version.cuda}"
-
-
-def mapped_libraries(start: str) -> list[str]:
-    """Return the paths of the loaded libraries whose names begin with `start`. Not collective."""
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        paths = {line.rstrip("\n").partition("/")[2] for line in maps}
-    return sorted(f"/{path}" for path in paths if os.path.basename(path).startswith(f"{start}"))

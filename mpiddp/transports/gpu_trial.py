@@ -98,7 +98,7 @@ def trial(
 
 def find_launchers() -> list[str]:
     """Return the paths of the mpirun or mpiexec of this MPI, likeliest first. Not collective."""
-    from mpiddp.transports.gpu_support import mapped_libraries
+    from mpiddp.mpi.running_library import mapped_libraries
 
     folders = [str(Path(path).parents[1] / "bin") for path in mapped_libraries("libmpi")]
     folders += [str(Path(sys.executable).parent), os.environ.get("PATH", "")]

