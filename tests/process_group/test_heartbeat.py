@@ -24,7 +24,7 @@ import torch.distributed as dist
 from group_data import rank, size
 from slurm_lab import Hosts, start_hosts
 
-from mpiddp import doctor
+from mpiddp.diagnosis import travelling
 from mpiddp.mpi import nodes
 from mpiddp.rendezvous import world
 
@@ -244,9 +244,12 @@ def test_strangers_are_turned_away() -> None:
 @pytest.mark.once
 def test_the_doctor_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MPIDDP_HEARTBEAT_SECONDS", raising=False)
-    assert doctor.describe_heartbeat(1, "") == []
-    assert doctor.describe_heartbeat(2, "why") == ["heartbeat between the nodes: none: why"]
-    assert "silent for 60 s (MPIDDP_H" in doctor.describe_heartbeat(2, "")[0]
+    assert travelling.describe_heartbeat(1, "") == []
+    (found,) = travelling.describe_heartbeat(2, "why")
+    assert (found.grade, found.text) == ("warning", "heartbeat between the nodes: none: why")
+    (found,) = travelling.describe_heartbeat(2, "")
+    assert found.grade == "ok"
+    assert "silent for 60 s (MPIDDP_H" in found.text
 
 
 @pytest.mark.timeout(100)

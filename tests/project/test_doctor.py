@@ -1,38 +1,69 @@
-"""The doctor: what it says on a machine without a GPU, and with a simulated one."""
+"""The doctor: what it says without a GPU, with a simulated one, and where MPI does not start."""
 
+import json
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import mpirun
+import other_mpi
 import pytest
 import simulated_gpu
 import torch
 from replicas import SIZE, together
+from script_runs import clean_environment
 
 import mpiddp
 from mpiddp import doctor
+from mpiddp.diagnosis import gpus
 from mpiddp.mpi.library import compiled_against
 from mpiddp.transports import gpu_choice
 
 CPU = torch.device("cpu")
+VENDOR, VERSION = compiled_against()
+# One second less for each run.
+QUICK = {"OMPI_MCA_btl": "^ofi"}
+
+
+def alone(
+    *arguments: str, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "mpiddp.doctor", *arguments],
+        env={**clean_environment(), **mpirun.ENVIRONMENT, **QUICK, **(env or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=80,
+        check=False,
+    )
+    print(done.stdout, done.stderr)  # pytest shows it when a test fails
+    return done
 
 
 @pytest.mark.smoke
 @pytest.mark.timeout(100)
 def test_under_mpirun() -> None:
-    done = mpirun.run(2, ["-m", "mpiddp.doctor"], timeout=90)
+    done = mpirun.run(2, ["-m", "mpiddp.doctor"], timeout=90, env=QUICK)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    vendor, version = compiled_against()
-    assert lines[0].startswith(f"mpiddp {mpiddp_version()}, torch {torch.__version__}, Python 3.")
-    assert lines[1].startswith(f"MPI: compiled against {vendor} {version}, runs on {vendor}")
-    assert re.match(r"ranks: 2 on 1 node \(.+\); 2 on this one, with \d+ cores?$", lines[2])
-    assert lines[3] == "memory that the ranks of a node share: possible"
-    assert lines[4] == "gradients on the CPU: shared memory (transport 'auto')"
+    lines = [line.removeprefix("ok      ") for line in done.stdout.splitlines()]
+    assert lines[0] == (
+        f"mpiddp {mpiddp_version()}, torch {torch.__version__}, Python "
+        f"{'.'.join(map(str, sys.version_info[:3]))}"
+    )
+    assert lines[1].startswith(f"MPI: compiled against {VENDOR} {VERSION}, runs on {VENDOR}")
+    assert re.match(r"MPI library: /\S+/libmpi\S*\.so\S*$", lines[2])
+    assert lines[3].startswith("mpirun: ")
+    assert re.match(r"ranks: 2 on 1 node \(.+\); 2 on this one, with \d+ cores?$", lines[4])
+    assert re.match(r"cores: no rank has any of its own, all 2 share \d+ cores?$", lines[5])
+    assert re.search(r"threads: 1 a rank \(OMP_NUM_THREADS=1\)", lines[6])
+    assert "memory that the ranks of a node share: possible" in lines
+    assert "gradients on the CPU: shared memory (transport 'auto')" in lines
     if not torch.cuda.is_available():
-        assert lines[5].startswith("GPU: torch ")
-        assert lines[6] == "gradients on a GPU: none here; asked for: 'auto'"
-    assert len(lines) == 7
+        assert lines[-2].startswith("GPU: torch ")
+        assert lines[-1] == "gradients on a GPU: none here; asked for: 'auto'"
 
 
 def mpiddp_version() -> str:
@@ -41,17 +72,104 @@ def mpiddp_version() -> str:
     return metadata.version("mpiddp")
 
 
+@pytest.mark.timeout(100)
+def test_too_many_threads_as_json() -> None:
+    """The most common fault of all: each rank with a thread for each core, and on one core here."""
+    command = ["taskset", "-c", "0", mpirun.find(), "-n", "4", sys.executable]
+    done = mpirun.run_command(
+        [*command, "-m", "mpiddp.doctor", "--json"], 90, {**QUICK, "OMP_NUM_THREADS": "8"}
+    )
+    assert done.returncode == 0, done.stderr  # it works, slowly
+    told = json.loads(done.stdout)
+    assert told["grade"] == "warning"
+    assert all(
+        set(finding) == {"grade", "text", "remedy"}
+        and bool(finding["remedy"]) == (finding["grade"] != "ok")
+        for finding in told["findings"]
+    )
+    (threads,) = (one for one in told["findings"] if one["text"].startswith("threads: "))
+    assert threads["grade"] == "warning"
+    assert re.match(
+        r"threads: (\d+) a rank \(OMP_NUM_THREADS=8\): 4 ranks x \1 threads? on 1 core of ",
+        threads["text"],
+    )
+    assert "start 1 rank a node at most" in threads["remedy"]
+
+
+@pytest.mark.once
+class TestCommandLine:
+    def test_help(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as exited:
+            doctor.main(["--help"])
+        assert exited.value.code == 0
+        assert "mpirun -n 4 python -m mpiddp.doctor" in capsys.readouterr().out
+
+    def test_wrong_option(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as exited:
+            doctor.main(["--js"])
+        assert exited.value.code == 2
+        assert "unrecognized arguments: --js" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the programs of the other MPI."""
+    return other_mpi.unpack(tmp_path_factory.mktemp("mpi")) / "bin"
+
+
+@pytest.mark.timeout(100)
+class TestMpiThatDoesNotStart:
+    """One sentence with the cure, and no traceback."""
+
+    def test_wrong_setting(self) -> None:
+        done = alone(env={"MPIDDP_TRANSPORT": "pigeon"})
+        assert done.returncode == 1
+        last, remedy = done.stdout.splitlines()[-2:]
+        assert re.match(r"error   .*MPIDDP_TRANSPORT must be auto, .* not 'pigeon'$", last)
+        assert remedy.startswith("        -> ")
+        assert "Traceback" not in done.stderr
+
+    @pytest.mark.thorough
+    def test_mpirun_of_another_mpi(self, other: Path) -> None:
+        command = [str(other / "mpirun"), "-n", "2", sys.executable, "-m", "mpiddp.doctor"]
+        done = mpirun.run_command(command, 90, QUICK)
+        print(done.stdout, done.stderr)
+        assert done.returncode != 0
+        assert "Traceback" not in done.stderr
+        errors = re.findall("^error   (.*)\n        -> (.*)$", done.stdout, re.MULTILINE)
+        ((text, remedy),) = errors  # of both ranks, one speaks
+        if VENDOR == "Open MPI":
+            assert text.startswith("this process is rank 0 of 1, although PMI_SIZE=2")
+        else:
+            assert text.startswith("this process was started by the mpirun of Open MPI, and mpi4py")
+        assert f"the one beside {sys.executable}" in remedy
+
+    @pytest.mark.thorough
+    def test_another_one_comes_first_on_the_path(self, other: Path) -> None:
+        done = alone(env={"PATH": f"{other}:/usr/bin:/bin"})
+        assert done.returncode == 0
+        warnings = re.findall("^warning (mpirun: .*)\n        -> (.*)$", done.stdout, re.MULTILINE)
+        ((text, remedy),) = warnings
+        assert text.startswith(f"mpirun: {other / 'mpirun'} is of {other_mpi.VENDOR} ")
+        assert f"mpiddp runs on {VENDOR} " in text
+        assert "PATH" in remedy
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(doctor, "find_gpu", lambda: CPU)
+    monkeypatch.setattr(gpus, "find_gpu", lambda: CPU)
     monkeypatch.setattr(gpu_choice, "_tried", {})
     with simulated_gpu.on_cpu_tensors():
         yield
 
 
+def texts() -> list[str]:
+    return [finding.text for finding in doctor.report()]
+
+
 @pytest.mark.mpi
 def test_gpu_and_an_mpi_without_support(gpu: None) -> None:
-    lines = doctor.report()
+    lines = texts()
     with together():
         assert f"functions of {simulated_gpu.library()}" in lines[-3]
         assert re.search(r"GPU memory in MPI: (Open MPI|MPICH) \d.*: no", lines[-2])
@@ -66,7 +184,7 @@ def test_gpu_and_transport_asked_for(gpu: None, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("MPIDDP_DEVICE_TRANSPORT", "ring")
     monkeypatch.setenv("MPIDDP_TRANSPORT", "mpi")
     monkeypatch.setattr("mpiddp.transports.gpu_trial.trial", lambda *_, **__: (2, ""))
-    lines = doctor.report()
+    lines = texts()
     with together():
         assert lines[-1] == (
             "gradients on the GPU: ring: asked for; a trial on 2 ranks of each node worked"
@@ -77,27 +195,8 @@ def test_gpu_and_transport_asked_for(gpu: None, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.essential
 @pytest.mark.mpi
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_gpu", lambda: None)
-    lines = doctor.report()
+    monkeypatch.setattr(gpus, "find_gpu", lambda: None)
+    lines = texts()
     with together():
         assert lines[-1] == "gradients on a GPU: none here; asked for: 'auto'"
         assert mpiddp.get_topology().world_size == SIZE
-
-
-@pytest.mark.once
-def test_wire_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MPIDDP_WIRE", raising=False)
-    assert doctor.describe_wire(1) == []
-    for line, text in zip(doctor.describe_wire(64), ("float32", "16 bits"), strict=True):
-        assert line.startswith(f"between the nodes, 4 MB of {text} in chunks: two-level: costs "), (
-            line
-        )
-    monkeypatch.setenv("MPIDDP_WIRE", "two-level")
-    assert doctor.describe_wire(4)[0].endswith(" in chunks: two-level: asked for")
-    assert "not possible: MPIDDP_WIRE is two-level, but 3 nodes" in doctor.describe_wire(3)[1]
-
-
-@pytest.mark.mpi
-def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main(["--help"]) == 2
-    assert "mpirun -n 2 python -m mpiddp.doctor" in capsys.readouterr().err

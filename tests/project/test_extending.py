@@ -171,15 +171,17 @@ def test_diagnosis(package: Copy) -> None:
         "transports/toy_report.py",
         '''"""How many buckets a toy could carry."""
 
+from mpiddp.findings import Finding
+
 
 def report_toys(world):
-    return [f"toys: {world.allreduce(1)}"]
+    return [Finding("warning", f"toys: {world.allreduce(1)}", "buy more")]
 ''',
     )
     package.add_line(
         "doctor.py",
-        "    _shared_memory,",
+        "    travelling.report_memory,",
         "    report_toys,",
         "from mpiddp.transports.toy_report import report_toys",
     )
-    assert "\ntoys: 2\n" in package.run("-m", "mpiddp.doctor")
+    assert "\nwarning toys: 2\n        -> buy more\n" in package.run("-m", "mpiddp.doctor")
