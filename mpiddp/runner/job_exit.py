@@ -25,6 +25,7 @@ from types import FrameType
 from mpiddp.mpi import uncaught
 from mpiddp.mpi.abort import abort_job, call_before_abort, time_limit
 from mpiddp.runner import output
+from mpiddp.runner.advice import advice_on
 from mpiddp.runner.program import without_own_frames
 
 __all__ = ["JobExit"]
@@ -77,11 +78,19 @@ class JobExit:
         else:
             with output.shown_on_terminal():
                 sys.excepthook(type(error), error, error.__traceback__)
+                self._advise(error)
         return self._status
 
     def _show(self, error: BaseException) -> None:
         with output.shown_on_terminal():
             uncaught.show(error, self._rank)
+            self._advise(error)
+
+    def _advise(self, error: BaseException) -> None:
+        # Words that cannot be said must not keep the job from ending.
+        with contextlib.suppress(Exception):
+            if advice := advice_on(error):
+                print(advice, file=sys.stderr, flush=True)
 
     def watch_sigterm(self) -> None:
         """Let SIGTERM abort the job, with the same status on every MPI.

@@ -17,7 +17,10 @@ from typing import Any
 
 import patience
 import pytest
+import torch
 from script_runs import by_rank, free_port, launch, start, start_on_gloo
+
+from mpiddp.runner import advice
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -123,6 +126,57 @@ def test_as_python_itself_runs_it(tmp_path: Path, kind: str) -> None:
     assert said.startswith("mpiddp: 1 rank, replaced: ")
     assert (rest, ours.returncode) == (plain.stderr, plain.returncode)
     assert ours.returncode == (kind == "script")
+
+
+GPU_ADVICE = (
+    f"mpiddp: the script asks for a GPU, and torch {torch.__version__} finds none here. Let it "
+    f"choose: device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')\n"
+)
+
+
+@pytest.mark.once
+@pytest.mark.skipif(torch.cuda.is_available(), reason="such scripts run here")
+class TestScriptForGpus:
+    """What it needs elsewhere is said in a line after torch's own words."""
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            "torch.nn.Linear(1, 1).cuda()",
+            pytest.param("torch.cuda.set_device(0)", marks=pytest.mark.thorough),
+        ],
+    )
+    def test_alone(self, call: str) -> None:
+        done = start("-m", "mpiddp", "-c", f"import torch; {call}")
+        assert done.returncode == 1
+        assert done.stderr.endswith(GPU_ADVICE)
+        assert done.stderr.count("Traceback") == 1
+
+    def test_on_a_rank(self) -> None:
+        code = "import os, torch; os.environ['RANK'] == '1' and torch.zeros(1, device='cuda')"
+        done = launch("-c", code)
+        assert done.returncode == 1
+        assert "[rank1]: AssertionError: Torch not compiled with CUDA" in done.stderr
+        assert done.stderr.count(GPU_ADVICE) == 1
+
+    def test_other_errors(self) -> None:
+        assert advice.advice_on(ValueError("a wrong number")) == ""
+        assert advice.advice_on(RuntimeError("Found no NVIDIA driver on your system")) != ""
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("option", "said"), [("--version", "mpiddp 0."), ("--help", "usage: ")])
+def test_what_needs_no_mpi(option: str, said: str) -> None:
+    program = f"""
+import sys
+from mpiddp.runner.command import main
+assert main([{option!r}]) == 0
+assert "mpi4py.MPI" not in sys.modules
+"""
+    done = start("-c", program)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(said)
+    assert start("-c", program, env={"PMIX_RANK": "1"}).stdout == ""
 
 
 @pytest.mark.slow
