@@ -42,7 +42,7 @@ LIBRARIES := $(VENV)/.libraries
 DOCUMENTING := $(VENV)/.documenting
 
 # The folders are listed for files that are removed from them.
-SOURCES := setup.py pyproject.toml \
+SOURCES := setup.py pyproject.toml mpiddp_command.py \
 	$(shell find cython mpiddp -type d -not -name __pycache__) \
 	$(shell find cython mpiddp -name '*.py*' -not -name '*.pyc' -o -name '*.pxd' -o -name '*.h' -o -name py.typed)
 
@@ -163,8 +163,11 @@ lint: $(INSTALLED)
 	@cp -rs $(CURDIR)/mpiddp build/mypy/
 	@cd cython && find . -name '*.pyi' -exec ln -s $(CURDIR)/cython/{} $(CURDIR)/build/mypy/mpiddp/{} \;
 	MYPYPATH=build/mypy $(BIN)/mypy -p mpiddp
+	MYPYPATH=build/mypy $(BIN)/mypy mpiddp_command.py
 	MYPYPATH=tests/support $(BIN)/mypy --follow-imports=silent tests/support/launch.py \
-		tests/support/launch_progress.py tests/support/launch_report.py tests/parity/torch_suite.py
+		tests/support/launch_progress.py tests/support/launch_report.py \
+		tests/support/launch_record.py tests/support/tiers.py tests/support/patience.py \
+		tests/parity/torch_suite.py
 
 # Fails at a warning: a link that leads nowhere, a page that is in no menu. The variable is of the
 # theme, which else says at each build what comes after it. Not --quiet: then none is counted.
@@ -255,8 +258,9 @@ endif
 
 $(INSTALLED): $(REQUIREMENTS) $(SOURCES)
 	@echo 'Compiling and installing mpiddp into $(VENV)'
+	@touch $@.begun # what is edited meanwhile is not in it
 	@$(PIP) install -c $(CONSTRAINTS) --no-build-isolation '.[$(EXTRAS)]'
-	@touch $@
+	@mv $@.begun $@
 
 # Only what is drawn needs it, so nothing else waits for it or fails without it.
 $(PLOTTING): $(INSTALLED)

@@ -7,8 +7,8 @@ memory that ranks share is mapped once by all of them, so here it is the pages t
 kernel gives them again, full of zeros, when gradients are copied in. When a rank has the mean of a
 bucket, the others have read what they need of it, and nobody writes there until this rank submits
 it again. The flags behind the gradients stay.
-Gradients that are views lie in the bucket: it is given back at the next forward, if all of them were
-set to None and no tensor of the user lies there. Buckets on GPUs stay.
+Gradients that are views lie in the bucket: it is given back at the next forward, if all of them
+were set to None and no tensor of the user lies there. Buckets on GPUs stay.
 """
 
 from cpython.object cimport PyObject

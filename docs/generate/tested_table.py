@@ -28,7 +28,7 @@ WORDS = {
 def runs() -> list[dict[str, Any]]:
     """Return the runs, by torch, Python and MPI."""
     found = [json.loads(line) for line in RUNS.read_text(encoding="utf-8").splitlines()]
-    return sorted(found, key=lambda run: [_numbers(run["torch"]), _numbers(run["python"]), str(run)])
+    return sorted(found, key=lambda run: (*map(_numbers, (run["torch"], run["python"])), str(run)))
 
 
 def versions() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mpiddp.ddp.buffer_broadcast import broadcast_in_buffers
@@ -14,6 +16,7 @@ from mpiddp.transports.choice import MAKERS
 class StateCopies(TorchWrapper):
     """A wrapper that copies state in memory that ranks share where it can, else by messages."""
 
+    process_group: Any
     _init_sync_buffers: bool
     _transport: str
 

@@ -194,7 +194,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
                 bucket_cap_mb_list=list(bucket_cap_mb_list) if bucket_cap_mb_list else None,
                 batched_grad_copy=batched_grad_copy,
                 forward_sync_buffers=forward_sync_buffers,
-                lazy_bucket_allocation=lazy_bucket_allocation,
+                lazy_bucket_allocation=lazy_bucket_allocation,  # type: ignore[call-arg]  # 2.13
             )
         self._construction = None  # nor for copies, which are made from __dict__
         self._verify_models = False

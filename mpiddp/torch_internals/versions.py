@@ -26,6 +26,7 @@ _BELOW_A_BYTE = 2**-21
 class _Before215(DistributedDataParallel):
     """The wrapper of torch 2.11 to 2.14 with what torch 2.15 has brought."""
 
+    reducer: Any
     lazy_bucket_allocation = False
     _require_manual_backward_finalization = False
 
