@@ -11,6 +11,7 @@ constrained by $PIP_CONSTRAINT, by default constraints.txt; with /dev/null it is
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +19,9 @@ import pytest
 from pages import DOCS, ROOT, Block, blocks
 from reader_site import HOME, Site, start_site
 
-PAGES = [ROOT / "README.md", DOCS / "index.md", *sorted((DOCS / "start").glob("*.md"))]
+# In the order in which a newcomer takes them: the first ones make the environment.
+FIRST = [ROOT / "README.md", DOCS / "index.md", DOCS / "start/laptop.md", DOCS / "start/cluster.md"]
+PAGES = [*FIRST, *sorted({*(DOCS / "start").glob("*.md")} - {*FIRST})]
 LAPTOP, CLUSTER, BATCH = "laptop", "cluster", "cluster, in a batch script"
 MARKS = {f"pasted: {story}": story for story in (LAPTOP, CLUSTER, BATCH)}
 TOGETHER = "runs: 2 ranks"
@@ -116,7 +119,11 @@ class Story:
         ]
         for number, (what, _, _) in enumerate(self.steps):
             step = self.folder / f"{number:02}"
-            lines += [f"echo '== {what}'", "SECONDS=0", f". {step}.sh >{step}.out 2>&1"]
+            lines += [
+                f"echo {shlex.quote(f'== {what}')}",
+                "SECONDS=0",
+                f". {step}.sh >{step}.out 2>&1",
+            ]
             lines += ["echo $SECONDS s"]
         script = self.folder / "story.sh"
         script.write_text("\n".join([*lines, ""]), encoding="utf-8")
