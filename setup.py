@@ -173,6 +173,10 @@ class BuildExt(build_ext):
     def finalize_options(self):
         """Compile as many modules at once as there are cores, unless told otherwise."""
         super().finalize_options()
+        # The MPI compiler names its own folder after these. Where Python is a shared library, they
+        # have the system's, in which another MPI may have its libmpi.so.
+        system = sysconfig.get_config_var("LIBDIR")
+        self.library_dirs = [folder for folder in self.library_dirs if folder != system]
         if self.parallel is None:
             self.parallel = len(os.sched_getaffinity(0))
 
