@@ -53,8 +53,8 @@ OUTPUTS = {
     "torchrun.md": r"(?s)rank \d of 4 on mpiddp.*epoch 1: loss",
     "spawn.md": r"rank 1 of 2: loss",
     "torch-mpi.md": r"3 \[6.0, 6.0, 6.0\]",
-    "data-parallel.md": r"(?m)^2 \d\.\d+$",
-    "horovod.md": r"loss \d\.\d+ on 4 ranks",
+    "data-parallel.md": r"(?m)^2 \d+\.\d+$",
+    "horovod.md": r"loss \d+\.\d+ on 4 ranks",
     "laptop.md": FALLS,
 }
 
