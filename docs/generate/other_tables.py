@@ -56,20 +56,13 @@ def memory() -> str:
 
 def lazy_buckets() -> str:
     """Return the memory of a step with and without `lazy_bucket_allocation`."""
-    rows = [["", "", "lazy", "views", "highest in a step", "after forward"]]
-    for name, mpi in MPIS.items():
-        rows += [
-            [
-                f"{mpi}, {record['ranks']} ranks",
-                record["candidate"],
-                "on" if record["lazy"] else "off",
-                "on" if record["views"] else "off",
-                f"{record['highest']:.2f}",
-                f"{record['forward']:.2f}",
-            ]
-            for record in load(f"lazy-{name}")["lazy"]
-        ]
-    return markdown(rows)
+    results = load("lazy-openmpi")
+    rows = [["", "lazy", "views", "highest in a step", "after forward"]]
+    for record in results["lazy"]:
+        switches = ["on" if record[name] else "off" for name in ("lazy", "views")]
+        figures = [f"{record[name]:.2f}" for name in ("highest", "forward")]
+        rows.append([record["candidate"], *switches, *figures])
+    return f"{markdown(rows)}\n\n{describe(results, 'lazy-openmpi')}"
 
 
 def construction() -> str:

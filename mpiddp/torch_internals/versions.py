@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import warnings
@@ -169,6 +170,7 @@ def declare_self_recording(backend: str) -> None:
         names.add(backend)
 
 
+@functools.cache  # once a process, also where filters of warnings change
 def warn_of_newer_torch() -> None:
     """Warn if this torch is newer than the newest that mpiddp is tested with. Not collective."""
     if release_of(torch.__version__) > release_of(NEWEST_TESTED):
