@@ -26,7 +26,9 @@ def _quick_answers(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def part() -> Any:
-    return dist.new_group(timeout=SHORT)
+    group = dist.new_group(timeout=SHORT)
+    dist.barrier()  # all know it, however busy this machine is
+    return group
 
 
 def error(group: Any, **options: Any) -> str:
