@@ -37,6 +37,7 @@ def found(places: list[Place], start: str) -> Finding:
     return one
 
 
+@pytest.mark.smoke
 def test_one_rank_a_core() -> None:
     places = ranks([{0}, {1}, {2}, {3}])
     assert [finding.grade for finding in describe(places)] == ["ok"] * 3
@@ -47,6 +48,7 @@ def test_one_rank_a_core() -> None:
     ]
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     ("cores", "text"),
     [

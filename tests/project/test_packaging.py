@@ -65,8 +65,8 @@ class TestSource:
         folder = ROOT / "cython"
         assert {"engine.engine", "reducer.bucket", "reducer.reducer"} <= set(MODULES)
         # posix.pxd only declares what the C library has, interface.pxd what modules share, and
-        # waiting.pxd is all inline.
-        without_code = ["engine.interface", "system.posix", "system.waiting"]
+        # waiting.pxd and pages.pxd are all inline.
+        without_code = ["engine.interface", "system.pages", "system.posix", "system.waiting"]
         paths = {name: name.replace(".", "/") for name in [*MODULES, *without_code]}
         assert names(folder, "*/*.pxd") == {f"{path}.pxd" for path in paths.values()}
         assert names(folder, "*/*.pyi") == {f"{paths[name]}.pyi" for name in MODULES}
