@@ -55,6 +55,7 @@ def test_same_losses(script: str, ranks: int) -> None:
 
 
 @pytest.mark.once
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_else_scripts_expect(ranks: int) -> None:
     """See the script: arguments, several launches, join, errors, calls that launch no ranks."""

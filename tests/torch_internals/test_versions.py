@@ -36,6 +36,7 @@ def test_a_newer_torch_is_told_once_with_both_versions(tmp_path: Path) -> None:
     assert f"tested with torch up to {NEWEST_TESTED}, and this is torch 99.1.0+cpu" in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_tested_torch_is_not(tmp_path: Path) -> None:
     done = run(tmp_path, NEWEST_TESTED)
     assert done.returncode == 0

@@ -126,6 +126,7 @@ mpiddp.destroy_process_group()
 """
 
 
+@pytest.mark.thorough
 def test_messages_end_sleeps(tmp_path: Path) -> None:
     """A rank that waits, and its engine's thread, sleep until a socket has news."""
     output = run_over_tcp(tmp_path, WAIT_FOR_MESSAGES)
@@ -161,6 +162,7 @@ if world.rank == 0:
 """
 
 
+@pytest.mark.thorough
 def test_small_messages_leave_at_once(tmp_path: Path) -> None:
     """Also while their sender computes, see libfabric.py."""
     assert run_over_tcp(tmp_path, SMALL_MESSAGES).strip() == "0"
