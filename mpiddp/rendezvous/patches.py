@@ -48,7 +48,7 @@ def install() -> None:
     replace_function(dist.init_process_group, _completing)
     replace_function(dist.monitored_barrier, _with_mpiddp)
     replace_function(dist.split_group, _splitting)
-    replace_function(dist.distributed_c10d._hash_ranks_to_str, _naming)
+    replace_function(dist.distributed_c10d._process_group_name, _naming)
     if not hasattr(dist, "set_timeout"):
         replace_function(dist.distributed_c10d._set_pg_timeout, _setting_timeout)
     asynchronous_saves.install()
@@ -272,21 +272,22 @@ def _setting_timeout(torchs: Callable[..., None]) -> Callable[..., None]:
 def _naming(torchs: Callable[..., str]) -> Callable[..., str]:
     """Name such groups by their ranks and by how many of these ranks there were in this world.
 
-    torch takes how many groups a rank is in at the moment. Where groups come and go that gives a
-    name twice, which torch refuses, and other names on other ranks, by which roll call takes them
-    for other groups.
+    torch takes how many groups there were on this rank. Where groups come and go that gives a name
+    twice, which torch refuses, and other names on other ranks, by which roll call takes them for
+    other groups. Since 2.14 torch also counts such groups, on their members only, so that the names
+    of later groups of all ranks, which are that count, would differ: here they do not count.
     """
     made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]]
     made = weakref.WeakKeyDictionary()
 
-    def _hash_ranks_to_str(ranks: Sequence[int]) -> str:
+    def _process_group_name(ranks: Sequence[int], use_hashed_name: bool) -> str:
         module = sys.modules.get("mpiddp.process_group.group")  # importing it would initialise MPI
         world: Any = dist.group.WORLD if dist.is_initialized() else None
-        if module is None or not isinstance(world, module.ProcessGroup):
-            return torchs(ranks)
+        if not use_hashed_name or module is None or not isinstance(world, module.ProcessGroup):
+            return torchs(ranks, use_hashed_name)
         ranks = tuple(int(rank) for rank in ranks)
         before = made.setdefault(world, Counter())
         before[ranks] += 1
         return hashlib.sha1(f"{ranks} {before[ranks]}".encode(), usedforsecurity=False).hexdigest()
 
-    return _hash_ranks_to_str
+    return _process_group_name

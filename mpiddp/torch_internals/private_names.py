@@ -317,7 +317,7 @@ PRIVATE_NAMES = [
     ),
     *_names(
         "torch.distributed.distributed_c10d.",
-        "_hash_ranks_to_str",
+        "_process_group_name",
         "rendezvous/patches",
         "names of groups that members make",
     ),
