@@ -20,6 +20,7 @@ WORDS = {
     "--short": "`make test`",
     "--rest": "what `make test` leaves out",
     "-m essential": "the tier `essential`",
+    "-m essential and (mpi or smoke)": "those of the tier `essential` for ranks, and `smoke`",
     "-m smoke": "the tier `smoke`",
     "-m mpi": "all tests for ranks",
 }

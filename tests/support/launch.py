@@ -173,7 +173,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--record", type=Path, metavar="FILE", help="keep the counts there, see launch_record.py"
     )
     options, others = parser.parse_known_args(argv)
-    options.what = " ".join([*([f"--{options.part}"] if options.part else []), *others])
 
     # pytest runs in tests/support/, where the source folder mpiddp/ does not hide the package.
     arguments, given = [], False
@@ -186,6 +185,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             given = True
     if given or options.sizes or {"-k", "-m", "--deselect"} & set(others):
         options.part = None
+    options.what = " ".join([*([f"--{options.part}"] if options.part else []), *others])
     return options, arguments if given else [*arguments, str(TESTS)]
 
 
