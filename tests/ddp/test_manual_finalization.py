@@ -12,7 +12,7 @@ from mpiddp import DistributedDataParallel as DDP
 
 pytestmark = pytest.mark.mpi
 
-torch_has_it = pytest.mark.skipif(
+torch_has_it = pytest.mark.skipif(  # torch 2.15 brought it: older ones have nothing to compare with
     not hasattr(TorchDDP, "finalize_backward"), reason="torch 2.15 brought it"
 )
 
