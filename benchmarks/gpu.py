@@ -42,6 +42,7 @@ from workloads import MODELS, Workload
 
 import mpiddp
 from mpiddp import doctor
+from mpiddp.diagnosis import gpus
 from mpiddp.engine.engine import Channel, Engine
 from mpiddp.engine.memory import BucketMemory, GpuMemory
 from mpiddp.engine.single_all_reduce import SingleAllReduce
@@ -411,7 +412,7 @@ def main() -> int:
     mpiddp.init_process_group()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     stack = contextlib.ExitStack()
-    device = doctor.find_gpu()
+    device = gpus.find_gpu()
     if args.simulated:
         sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
         from simulated_gpu import on_cpu_tensors
@@ -440,7 +441,7 @@ def measure(args: argparse.Namespace, gpu: Gpu) -> dict[str, Any]:
 
     if gpu.device.type == "cuda":
         torch.cuda.set_device(gpu.device)
-    report = doctor.report()
+    report = [f"{finding.grade}: {finding.text}" for finding in doctor.report()]
     say("\n".join(report))
     gloo = dist.new_group(backend="gloo")
     assert isinstance(gloo, dist.ProcessGroup)
