@@ -10,6 +10,7 @@ cdef struct RequestState:
     MPI_Request request
     MPI_Status status
     int code                # MPI error code, 0 while all is well
+    int cancelled           # whether a receive is to be taken back
 
 
 cdef struct RequestsState:
@@ -37,5 +38,6 @@ cdef class Pending:
     cdef object communicator
     cdef readonly str call
     cdef bint ended         # the calling thread has driven it to its end
+    cdef public long long expected
 
     cdef int check_result(self) except -1

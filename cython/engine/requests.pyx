@@ -10,6 +10,7 @@ from posix.time cimport CLOCK_MONOTONIC, timespec
 
 from mpi4py.libmpi cimport (
     MPI_BYTE,
+    MPI_Cancel,
     MPI_COMM_NULL,
     MPI_Comm,
     MPI_Count,
@@ -27,7 +28,7 @@ from mpiddp.system.posix cimport (
     as_timespec, getpid, load, now, pthread_cond_broadcast, pthread_cond_destroy,
     pthread_cond_init, pthread_cond_timedwait, pthread_condattr_destroy, pthread_condattr_init,
     pthread_condattr_setclock, pthread_condattr_t, pthread_mutex_destroy, pthread_mutex_init,
-    pthread_mutex_lock, pthread_mutex_unlock, sched_yield, sleep_for,
+    pthread_mutex_lock, pthread_mutex_unlock, sched_yield, sleep_for, store,
 )
 from mpiddp.system.running_time cimport look
 from mpiddp.system.waiting cimport SPIN, sleep_after
@@ -42,6 +43,9 @@ cdef double SIGNAL_CHECK = 0.1
 cdef double YIELD = 20e-3
 cdef double AWAKE = 100e-6
 
+# How long it may take to take back a receive; then its memory is kept.
+cdef double TAKEN_BACK = 1.0
+
 # Operations that nobody waits for any more: MPI or the engine may still use their memory.
 _abandoned = []
 
@@ -50,6 +54,9 @@ cdef Advance advance(Transport *transport, Job *job, int helping) noexcept nogil
     """Test one submitted request; one that failed is done, and the others go on."""
     cdef RequestState *state = <RequestState *>job.context
     cdef int finished = 0
+    if load(&state.cancelled):      # by the thread that tests it, as MPI wants
+        store(&state.cancelled, 0)
+        MPI_Cancel(&state.request)
     state.code = MPI_Test(&state.request, &finished, &state.status)
     if finished or state.code != MPI_SUCCESS:
         return ADVANCE_DONE
@@ -187,6 +194,9 @@ cdef class Pending:
         call: the MPI function that began it, for errors.
         memory: what MPI reads and writes; kept until the operation has ended, even if an exception
             or Ctrl-C has left this object to the garbage collector.
+
+    Attributes:
+        expected: how many bytes a message must have that is received here; -1: anything.
     """
 
     def __cinit__(self, Requests requests not None, request, communicator, str call, memory):
@@ -196,6 +206,7 @@ cdef class Pending:
         self.call = call
         self.memory = memory
         self.state.request = <MPI_Request><size_t>request.handle
+        self.expected = -1
 
     def __del__(self):
         if not self.done:
@@ -267,6 +278,22 @@ cdef class Pending:
                     return False
         self.check_result()
         return True
+
+    def take_back(self):
+        """End a receive for which no message has come. Not collective.
+
+        What comes later is not written to its memory any more.
+        """
+        cdef double idle_since = now(), until = now() + TAKEN_BACK
+        if self.done or self.call != "MPI_Irecv":
+            return
+        if self.channel is not None:
+            store(&self.state.cancelled, 1)
+            self.channel.wait_until(&self.state.job, until, 0.0)
+            return
+        MPI_Cancel(&self.state.request)
+        with nogil:
+            self.ended = drive(&self.state, self.requests.engine, idle_since, until)
 
     cdef int check_result(self) except -1:
         cdef MPI_Comm comm

@@ -119,6 +119,7 @@ def gather(group: Group, outputs: Lists, inputs: Sequence[torch.Tensor], root: i
             incoming = targets
         pending += point_to_point.exchange(group, outgoing, incoming)
     yield pending
+    point_to_point.check_sizes(group, "gather", pending)
     for target, part in received:
         packing.write_back(target, part)
     return list(outputs)
@@ -166,6 +167,7 @@ def scatter(group: Group, outputs: Sequence[torch.Tensor], inputs: Lists, root: 
             outgoing = [packing.dense(part) for part in inputs[index]]
         pending += point_to_point.exchange(group, outgoing, incoming)
     yield pending
+    point_to_point.check_sizes(group, "scatter", pending)
     for target, tensor in zip(targets, outputs, strict=True):
         packing.write_back(target, tensor)
     return list(outputs)
@@ -186,7 +188,9 @@ def all_to_all(
     written = {target.untyped_storage().data_ptr() for target in targets}
     sources = [packing.dense(part) for part in inputs]
     sources = [s.clone() if s.untyped_storage().data_ptr() in written else s for s in sources]
-    yield point_to_point.exchange(group, sources, targets)
+    pending = point_to_point.exchange(group, sources, targets)
+    yield pending
+    point_to_point.check_sizes(group, "all_to_all", pending)
     for target, part in zip(targets, outputs, strict=True):
         packing.write_back(target, part)
     return list(outputs)
@@ -225,7 +229,9 @@ def all_to_all_single(
         yield group.pending(request, "MPI_Ialltoall", source, target)
     else:
         # Sizes may differ between ranks, but all must choose the same way.
-        yield point_to_point.exchange(group, _cut(source, sizes_out), _cut(target, sizes_in))
+        pending = point_to_point.exchange(group, _cut(source, sizes_out), _cut(target, sizes_in))
+        yield pending
+        point_to_point.check_sizes(group, "all_to_all", pending)
     packing.write_back(target, output)
     return [output]
 

@@ -34,6 +34,9 @@ class Group(Protocol):
         Not collective. `memory` is kept until the request has ended.
         """
 
+    def unlike(self, name: str, words: str) -> RuntimeError:
+        """Return the error of a collective whose ranks disagree on sizes. Not collective."""
+
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Reduce tensors over all ranks in place. Collective."""
 

@@ -113,13 +113,24 @@ def exchange(
         group: the process group.
         outgoing: for each rank a contiguous tensor, or None for nothing.
         incoming: the same; what comes from this rank itself is copied at once.
+
+    Raises:
+        ValueError: what this rank sends itself has another size than what it expects.
     """
     tag = own_tag(EXCHANGE)
     own = group.rank()
+    source, target = outgoing[own], incoming[own]
+    if source is not None and target is not None and source.nbytes != target.nbytes:
+        raise ValueError(
+            f"rank {own} sends {source.nbytes} bytes to itself, and expects {target.nbytes}"
+        )
     waited = []
     for rank, target in enumerate(incoming):
         if target is not None and rank != own:
-            waited += receive_bytes(group, target, rank, tag)
+            received = receive_bytes(group, target, rank, tag)
+            for pending, piece in zip(received, byte_pieces(target), strict=True):
+                pending.expected = piece.nbytes
+            waited += received
     for rank, source in enumerate(outgoing):
         if source is not None and rank != own:
             waited += send_bytes(group, source, rank, tag)
@@ -131,6 +142,25 @@ def exchange(
         else:
             packing.bytes_of(target).copy_(packing.bytes_of(source))
     return waited
+
+
+def check_sizes(group: Group, name: str, waited: Sequence[Pending]) -> None:
+    """Raise if a message of an `exchange` was shorter than what it was received into.
+
+    Not collective. One that is longer MPI refuses itself.
+
+    Args:
+        group: the process group.
+        name: of the operation.
+        waited: what `exchange` has returned; all have ended.
+
+    Raises:
+        RuntimeError: it names the ranks and the sizes.
+    """
+    for pending in waited:
+        if pending.expected >= 0 and pending.received != pending.expected:
+            words = f"{pending.received} bytes where {pending.expected} were expected"
+            raise group.unlike(name, f"rank {pending.source} of the group has sent {words}")
 
 
 @functools.cache

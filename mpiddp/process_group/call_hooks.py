@@ -130,9 +130,11 @@ class CallHooks(BackendProperties):
         for _, after in sorted(self._after.items()):
             after(call, asynchronous, number, work)
 
-    def timed_out(self, name: str, seconds: float, number: int | None = None) -> RuntimeError:
+    def timed_out(
+        self, name: str, seconds: float, number: int | None = None, gives_up: bool = True
+    ) -> RuntimeError:
         """Return the error of an operation that waited in vain, and tell the abort hooks."""
-        error = super().timed_out(name, seconds, number)
+        error = super().timed_out(name, seconds, number, gives_up)
         self._tell_of_abort()
         return error
 

@@ -48,6 +48,9 @@ class FormingGroup:
         """Return this rank's number in the group. Not collective."""
         return self._rank
 
+    def hear(self, reason: str) -> None:
+        """Do nothing: there is no such group so far."""
+
     def recorded(self) -> AbstractContextManager[None]:
         """Record what runs within. After the time limit the job ends. Not collective."""
         return limited(self, ring.begin(self.source.number, self.entered, self.last, False, True))

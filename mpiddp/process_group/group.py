@@ -385,6 +385,8 @@ class ProcessGroup(CallHooks):
                 by_rows(self, input, input_split_sizes),
                 by_rows(self, output, output_split_sizes),
             ),
+            # MPI's own call, where all parts are equal.
+            agreed=() if input_split_sizes or output_split_sizes else [input],
         )
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpiddp.engine.engine import Engine
+    from mpiddp.engine.requests import Pending
     from mpiddp.flight_recorder.call_text import Call
     from mpiddp.flight_recorder.sources import Source
+    from mpiddp.process_group.group_state import GroupState
     from mpiddp.process_group.wrapped_modules import WrappedModules
 
 
@@ -48,6 +50,9 @@ class CountedGroup(Protocol):
     def last(self) -> Call | None:
         """The last of them."""
 
+    def hear(self, reason: str) -> None:
+        """Take from another rank that the group is broken. In any thread."""
+
     @property
     def modules(self) -> WrappedModules:
         """The modules that average their gradients over this group."""
@@ -74,7 +79,16 @@ class RunningGroup(CountedGroup, Group, Protocol):
     def abandon(self, *memory: object) -> None:
         """Keep memory that MPI may still use though nobody waits any more."""
 
-    def timed_out(self, name: str, seconds: float, number: int | None = None) -> RuntimeError:
+    @property
+    def state(self) -> GroupState:
+        """Whether the group can go on."""
+
+    def ends(self, pending: Pending, name: str, until: float) -> bool:
+        """Wait for a part of an operation; return whether it has ended by the running time."""
+
+    def timed_out(
+        self, name: str, seconds: float, number: int | None = None, gives_up: bool = True
+    ) -> RuntimeError:
         """Return the error of an operation that waited in vain; it may take seconds."""
 
     def misfit(self, error: BaseException, number: int) -> RuntimeError | None:

@@ -28,6 +28,7 @@ from mpiddp.mpi.errors import error_class
 from mpiddp.process_group import call_check, gpu_tensors
 from mpiddp.process_group.futures import FutureCompleter
 from mpiddp.process_group.gpu_tensors import GpuWork
+from mpiddp.process_group.group_state import GroupState
 from mpiddp.process_group.roll_call import RollCall
 from mpiddp.process_group.watchdog import ended_with_block, limited
 from mpiddp.process_group.work import COMPLETED, CompletedWork, Work
@@ -38,6 +39,9 @@ from mpiddp.torch_internals.profiling import Event
 
 # Seconds within which most operations end: until then their time limit is not even looked at.
 _SHORT = 5e-3
+
+# Seconds that what is under way has to end, once another rank has said that the group is broken.
+_LAST = 1.0
 
 # Memory that MPI may still write to after a time limit was reached, or after Ctrl-C.
 _abandoned: list[object] = []
@@ -65,7 +69,10 @@ class OperationRunner(dist.ProcessGroup):
     ) -> None:
         super().__init__(communicator.Get_rank(), communicator.Get_size())  # type: ignore[call-arg]
         self._rank, self._size = communicator.Get_rank(), communicator.Get_size()
-        self.communicator: MPI.Intracomm = communicator
+        self._communicator = communicator
+        # What `GroupState.enter` is to compare before a collective's first call of MPI.
+        self._uncompared: tuple[Any, ...] | None = None
+        self.state = GroupState(self)
         self.engine: Engine = requests.engine
         self.completion = completion
         self.timeout = timeout
@@ -103,6 +110,14 @@ class OperationRunner(dist.ProcessGroup):
         return self._size
 
     @property
+    def communicator(self) -> MPI.Intracomm:
+        """The group's; before a collective's first call of MPI here, calls are compared."""
+        if self._uncompared is not None:
+            compared, self._uncompared = self._uncompared, None
+            self.state.enter(self.entered, *compared)
+        return self._communicator
+
+    @property
     def group_name(self) -> str:  # type: ignore[override]  # torch has a type of its own
         """The name that torch.distributed gave to this group."""
         return self._name
@@ -138,12 +153,13 @@ class OperationRunner(dist.ProcessGroup):
         self._sweep()
         self.abandon(*self._under_way)
         self._under_way.clear()
-        if self.communicator != MPI.COMM_NULL:
-            self.communicator.Free()
+        self.state.release()
+        if self._communicator != MPI.COMM_NULL:
+            self._communicator.Free()
 
     def forget_communicators(self) -> None:
         """Make shutdown free nothing, for an exit that is not collective. Not collective."""
-        self.communicator = MPI.Intracomm()
+        self._communicator = MPI.Intracomm()
 
     # Several operations as one.
 
@@ -190,11 +206,47 @@ class OperationRunner(dist.ProcessGroup):
         """Keep memory that MPI may still use though nobody waits any more. Not collective."""
         _abandoned.append(memory)
 
-    def timed_out(self, name: str, seconds: float, number: int | None = None) -> RuntimeError:
+    def ends(self, pending: Pending, name: str, until: float) -> bool:
+        """Wait for a part of operation `name`; return whether it has ended by the running time.
+
+        Not collective.
+
+        Raises:
+            RuntimeError: another rank has said that the group is broken, or the part has failed.
+        """
+        while True:
+            told = self.state.reason
+            left = max(until - running_time.now(), 0.0)
+            if pending.wait(min(left, _LAST)):
+                return True
+            if told:
+                raise self.state.error(name)
+            if left <= _LAST:
+                return False
+
+    def hear(self, reason: str) -> None:
+        """Take from another rank that the group is broken. In any thread."""
+        self.state.hear(reason)
+
+    def hurry(self) -> None:
+        """Let what is under way end soon: the group is broken. In any thread."""
+        for work in list(self._under_way):
+            work.deadline = min(work.deadline, running_time.now() + _LAST)
+
+    def timed_out(
+        self, name: str, seconds: float, number: int | None = None, gives_up: bool = True
+    ) -> RuntimeError:
         """Return the error of an operation `name` that waited in vain; it may take seconds.
 
         Not collective. `number`: which of this group's collectives; None: the last, 0: a message.
+        `gives_up`: nobody waits for it any more, and the group is broken.
         """
+        if self.state.reason:
+            return self.state.error(name)
+        if gives_up:
+            own = self.describe_ranks([self._rank])
+            reason = f"{name} on {own} has waited {seconds:g} s for other ranks"
+            self.state.break_by(self.entered if number is None else number, reason)
         if number != 0:
             missing = self.explain_missing(number)
         else:
@@ -248,6 +300,15 @@ class OperationRunner(dist.ProcessGroup):
             )
         return RuntimeError(f"{words}{files.dump_for(words)} ({error})")
 
+    def unlike(self, name: str, words: str) -> RuntimeError:
+        """Return the error of a collective whose ranks disagree on sizes; it breaks the group.
+
+        Not collective. `words`: what has come, and what was expected.
+        """
+        self.state.break_by(self.entered, f"in {name}, {words}")
+        where = f"{name} on process group {self.group_name or 'world'!r}"
+        return RuntimeError(f"rank {self._rank} of {self._size}: {where}: {words}")
+
     def recorded(self, name: str) -> AbstractContextManager[None]:
         """Record what runs within as one collective. After the group's time limit the job ends.
 
@@ -262,7 +323,9 @@ class OperationRunner(dist.ProcessGroup):
     # Internal.
 
     def _enter(self, name: str, tensors: Sequence[torch.Tensor] = (), detail: object = None) -> int:
-        """Count a collective, and return its record."""
+        """Count a collective, and return its record. Raises if the group is broken."""
+        if self.state.reason:
+            raise self.state.error(name)
         self.entered += 1
         self.last = call_of(name, detail, tensors)
         return ring.begin(self.source.number, self.entered, self.last, False, not self._checked)
@@ -278,6 +341,7 @@ class OperationRunner(dist.ProcessGroup):
         compared: Callable[[], Iterable[torch.Tensor]] | None = None,
         elements: Callable[[], tuple[Sequence[int], Sequence[int]]] | None = None,
         message: bool = False,
+        agreed: Sequence[torch.Tensor] | None = None,
         event: Event | None = None,
     ) -> TorchWork:
         """Run an operation to its end, or if it is asynchronous, to its first yield.
@@ -287,7 +351,7 @@ class OperationRunner(dist.ProcessGroup):
         `tensors` is on a GPU, all must be, see Note [Operations on copies].
         """
         if torch.autograd.profiler._is_profiler_enabled and event is None:
-            what = (function, arguments, opts, tensors, detail, compared, elements, message)
+            what = (function, arguments, opts, tensors, detail, compared, elements, message, agreed)
             event = Event(name)
             try:
                 # Not what hooks have put in its place: they have been called.
@@ -299,6 +363,8 @@ class OperationRunner(dist.ProcessGroup):
                 event.end()
             return work
         forks.check(name)
+        if self.state.reason:
+            raise self.state.error(name)
         uncaught.take_part()
         number = 0
         at_once = opts is not None and not opts.asyncOp and self._together is None
@@ -318,18 +384,34 @@ class OperationRunner(dist.ProcessGroup):
                 record = self._enter(name, tensors, detail)
                 number = self.entered
             try:
-                if self._checked and not message:
+                if message:
+                    self.state.check(name)
+                elif self._checked:
+                    self.state.check(name)
                     call_check.check(self, name, detail, tensors, compared, elements)
+                else:
+                    if agreed is None:
+                        agreed = () if elements is not None else tensors
+                    same = compared() if compared is not None else agreed
+                    self._uncompared = name, detail, same, elements, tensors
                 pending = next(operation)
+                self._uncompared = None
                 if self._checked:
                     ring.started(record)
             except (TypeError, ValueError, RuntimeError) as error:
                 ring.failed(record)
                 misfit = self.misfit(error, number)
+                if self._uncompared is not None:  # before MPI was called
+                    self._uncompared = None
+                    self.state.refused(number, name, detail, error)
+                elif number and not self._checked:  # by it
+                    self.state.failed(number, name, error)
                 if misfit is not None:
                     raise misfit from error
-                raise  # before MPI was called, or by it
+                raise
             except BaseException as error:
+                self._uncompared = None
+                self.state.failed(number, name, error)
                 ring.failed(record)
                 # From a signal handler. MPI may have begun a call whose memory no Pending keeps
                 # yet, but these frames do.
@@ -376,9 +458,10 @@ class OperationRunner(dist.ProcessGroup):
                 if pending.wait(_SHORT):
                     continue
                 until = until or running_time.now() + self._limit(opts) - _SHORT
-                if not pending.wait(max(until - running_time.now(), 0.0)):
+                if not self.ends(pending, name, until):
                     raise self.timed_out(name, self._limit(opts), number)
         except BaseException as error:
+            self.state.failed(number, name, error)
             ring.failed(record)
             self.abandon(operation, waited)
             misfit = self.misfit(error, number)

@@ -71,6 +71,8 @@ _MOST_BYTES = 1024
 
 # The number of a question that wants no answer: write what you did last.
 _WRITE = 0
+# The same of a message that says that a group is broken; why, in words, follows.
+_BROKEN = -1
 
 # How many ranks, the first of a group, speak for all that wait if they wait as well.
 _SPEAKERS = 3
@@ -278,6 +280,16 @@ class RollCall:
         text = sentence(lines)
         return text or "All ranks have come: the connection or a rank is slow, or one has failed"
 
+    def tell_broken(self, group: CountedGroup, reason: str) -> None:
+        """Tell the other ranks of `group` that it is broken, and why. Not collective."""
+        if self._communicator is None:
+            return
+        told = _QUESTION.pack(_BROKEN, _digest(group), 0, -1)
+        told += reason.encode()[: _MOST_BYTES - len(told)]
+        for rank in set(group.world_ranks) - {self._communicator.Get_rank()}:
+            with contextlib.suppress(MPI.Exception):  # it has ended
+                self._send(told, rank, _QUESTION_TAG)
+
     def answers(self, rank: int) -> bool:
         """Return whether a rank of the world answers. Not collective; for the thread here."""
         for group in self.groups():
@@ -391,13 +403,18 @@ class RollCall:
         received = self._receive(_QUESTION_TAG, time.monotonic() + _PATIENCE)
         if received is None:
             return False
-        self._asked = True
         rank, data = received
-        question, digest, module, number = _QUESTION.unpack(data)
+        question, digest, module, number = _QUESTION.unpack_from(data)
+        groups = self.groups()
+        if question == _BROKEN:
+            for group in groups:
+                if _digest(group) == digest:
+                    group.hear(data[_QUESTION.size :].decode(errors="replace"))
+            return True
+        self._asked = True
         if question == _WRITE:
             return True
         entered, last, call, waits = UNKNOWN_GROUP, "", "", False
-        groups = self.groups()
         for group in groups:
             if _digest(group) == digest and not module:
                 entered, last = group.entered, _last_of(group)

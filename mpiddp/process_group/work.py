@@ -103,7 +103,7 @@ class Work(TorchWork):
         """
         seconds = timeout.total_seconds() if timeout > NOT_GIVEN else self._seconds
         if not self.wait_for_end(seconds):
-            raise self._group.timed_out(self.name, seconds, self.number)
+            raise self._group.timed_out(self.name, seconds, self.number, gives_up=False)
         if self._error is not None:
             raise self._error
         return True
@@ -228,18 +228,22 @@ class Work(TorchWork):
             if all(ended):
                 self._end()
         except RuntimeError as error:
+            if self.number:
+                self._group.state.failed(self.number, self.name, error)
             self._fail(self._group.misfit(error, self.number) or error)
 
     def _drive(self, until: float, gives_up: bool) -> None:
         """Wait for what is pending, then end; if the time is over before, perhaps give up."""
         try:
             for pending in self.pending:
-                if not pending.wait(max(until - running_time.now(), 0.0)):
+                if not self._group.ends(pending, self.name, until):
                     if gives_up:
                         self._give_up()
                     return
             self._end()
         except RuntimeError as error:
+            if self.number:
+                self._group.state.failed(self.number, self.name, error)
             self._fail(self._group.misfit(error, self.number) or error)
 
     def _end(self) -> None:
@@ -264,6 +268,8 @@ class Work(TorchWork):
         self._fail(self._group.timed_out(self.name, self._seconds, self.number))
 
     def _fail(self, error: Exception) -> None:
+        for pending in self.pending:
+            pending.take_back()
         if not all(pending.done for pending in self.pending):
             # One message failed, but the engine still moves the others.
             self._group.abandon(self._operation, self.pending)

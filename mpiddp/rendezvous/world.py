@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpiddp.engine.requests import Requests
+    from mpiddp.process_group.call_table import CallTable
     from mpiddp.process_group.dead_peers import DeadPeers
     from mpiddp.process_group.group import ProcessGroup
     from mpiddp.process_group.heartbeat import Heartbeat
@@ -71,6 +72,8 @@ class _World:
     store: LazyStore | None = None
     started: bool = False
     groups: list[weakref.ref[ProcessGroup]] = field(default_factory=list)
+    # Where calls of collectives are compared; None where the node gives no such memory.
+    call_table: CallTable | None = None
     companions: list[Companion] = field(default_factory=list)
     waits: dict[str, NamedWait] = field(default_factory=dict)
 
@@ -198,6 +201,7 @@ def _make_world(own: MPI.Intracomm) -> None:
     from mpiddp.process_group.loss_watch import Asker, LossWatch
     from mpiddp.process_group.roll_call import RollCall
     from mpiddp.process_group.watchdog import Watchdog
+    from mpiddp.rendezvous.call_pages import make_call_table
 
     launch_checks.compare_settings(own, _check_thread_level)
     threaded = _progress_thread_wanted()
@@ -226,6 +230,7 @@ def _make_world(own: MPI.Intracomm) -> None:
         topology,
         environment,
         os.getpid(),
+        call_table=make_call_table(own),
     )
     os.environ.update(environment)
 
@@ -347,6 +352,7 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
     Collective over the ranks of the new group.
     """
     from mpiddp.process_group.group import ProcessGroup
+    from mpiddp.rendezvous.call_pages import share_page
 
     forks.check("new_group")
     if _world is None:
@@ -378,6 +384,7 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
     )
     made.roll_call = _world.roll_call
     made.world_ranks = tuple(ranks)
+    share_page(made.state, _world.call_table, communicator, ranks)
     _world.roll_call.add(made)
     _world.groups.append(weakref.ref(made))
     return made

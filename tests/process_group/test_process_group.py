@@ -343,6 +343,13 @@ class TestGroups:
         dist.barrier()
 
 
+def several_times(call: Callable[[], None]) -> None:
+    """Make a call until it raises: a gather, for one, does not wait for its root."""
+    for _ in range(50):
+        call()
+        time.sleep(0.02)
+
+
 class TestGatherAndScatter:
     @pytest.mark.essential(keep=2)
     @pytest.mark.parametrize("dtype", EVERY, ids=name_of)
@@ -378,16 +385,36 @@ class TestGatherAndScatter:
         group().scatter([grown], [parts] if rank() == 0 else [], options).wait()
         assert_same_bits(grown, parts[rank()])
 
-    def test_wrong_number(self) -> None:
+    @pytest.mark.essential
+    @pytest.mark.parametrize("name", ["gather", "scatter"])
+    def test_wrong_number(self, name: str) -> None:
+        """The root has sent nothing; what it calls next must not meet what others call now."""
+        part: Any = dist.new_group()
+        own = torch.ones(1)
+
+        def call(tensors: int) -> None:
+            several = [torch.ones(1) for _ in range(tensors)] if rank() == 0 else None
+            if name == "gather":
+                dist.gather(own, several, group=part)
+            else:
+                dist.scatter(own, several, group=part)
+
         if rank() == 0:
-            for call in (
-                lambda: dist.gather(torch.ones(1), [torch.ones(1)] * (size() + 1)),
-                lambda: dist.scatter(torch.ones(1), [torch.ones(1)] * (size() + 1)),
-            ):
-                with pytest.raises(
-                    ValueError, match=rf"needs {size()} .* tensors, .* {size() + 1}"
-                ):
-                    call()
+            with pytest.raises(ValueError, match=rf"needs {size()} .*, .* {size() + 1}"):
+                call(size() + 1)
+        if size() > 1:
+            with pytest.raises(RuntimeError, match=r"group is broken"):
+                several_times(lambda: call(size()))
+        dist.destroy_process_group(part)
+
+    def test_what_all_ranks_are_refused(self) -> None:
+        """Ranks that have all been refused are at the same place."""
+        for _ in range(2):
+            with pytest.raises(TypeError):
+                dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [size()] * 2
 
 
 @pytest.mark.mpi(min_size=2)
@@ -410,16 +437,17 @@ class TestTimeout:
         began = time.monotonic()
         if rank() == size() - 1:
             dist.barrier()  # the others have given up waiting
-            part.set_timeout(timedelta(seconds=20))
-            # Their part of the operation had begun: it ends.
-            call()
+            # It must not meet what they do next.
+            with pytest.raises(RuntimeError, match=rf"group is broken: {name} on rank"):
+                call()
         else:
             with pytest.raises(RuntimeError, match=rf"rank {rank()} of {size()}: {name} .*0\.4 s"):
                 call()
             assert time.monotonic() - began > 0.4
             dist.barrier()
+            with pytest.raises(RuntimeError, match="group is broken"):
+                call()
         dist.barrier()
-        # The operation that nobody waits for any more has to end before the job does.
         assert group().allgather_objects(rank()) == list(range(size()))
 
     def test_set_timeout(self) -> None:

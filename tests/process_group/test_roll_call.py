@@ -136,6 +136,8 @@ class TestMissingRanks:
     def test_called_with_something_else_and_gone_on(self) -> None:
         """The root of a broadcast does not wait, and calls more. What it called then is told."""
         part: Any = dist.new_group(range(3), timeout=LONG)
+        if rank() < 3:
+            part.state.page = None  # as between nodes
         if rank() in (0, 2):
             dist.broadcast(torch.ones(3), src=0, group=part)
         until_all_are_here()
@@ -175,8 +177,10 @@ class TestMissingRanks:
 
     @pytest.mark.parametrize("later", [False, True])
     def test_messages_that_do_not_fit(self, later: bool) -> None:
-        """One rank has a result; the other one says what both have called."""
+        """As between nodes: one rank has a result; the other one says what both have called."""
         part: Any = dist.new_group([0, 1], timeout=timedelta(seconds=20))
+        if rank() < 2:
+            part.state.page = None
 
         def broadcast(count: int) -> None:
             work = dist.broadcast(torch.ones(count), src=0, group=part, async_op=later)
@@ -193,6 +197,31 @@ class TestMissingRanks:
                 f"{part.describe_ranks([1])} called broadcast(root 0) of float32 (4,)."
             ) in str(caught.value)
             assert "with TORCH_DISTRIBUTED_DEBUG=DETAIL the ranks compare" in str(caught.value)
+        until_all_are_here()
+
+    @pytest.mark.essential
+    def test_calls_that_do_not_fit(self) -> None:
+        """In a node nothing is sent: the later rank says what both have called, and all hear it."""
+        part: Any = dist.new_group([0, 1], timeout=timedelta(seconds=20))
+        if rank() == 0:
+            work = dist.broadcast(torch.ones(6), src=0, group=part, async_op=True)
+            assert work is not None
+        until_all_are_here()
+        told = (
+            "ank 0 called broadcast(root 0) of float32 (6,) where rank 1 called broadcast(root 0) "
+            "of float32 (4,)."
+        )
+        if rank() == 1:
+            with pytest.raises(RuntimeError, match="broadcast, collective 1 of pro") as caught:
+                dist.broadcast(torch.ones(4), src=0, group=part)
+            assert told in str(caught.value)
+        until_all_are_here()
+        if rank() < 2:
+            with pytest.raises(
+                RuntimeError, match="is broken: collective 1 does not fit"
+            ) as caught:
+                dist.barrier(group=part)
+            assert told in str(caught.value)
         until_all_are_here()
 
     def test_an_error_of_which_mpi_says_nothing(self) -> None:

@@ -1,0 +1,28 @@
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from mpiddp.transports.shared_memory import Mapping
+
+BYTES: int
+FITS: int
+DIFFERS: int
+BROKEN: int
+
+class CallTable:
+    ranks: frozenset[int]
+    def __init__(self, mapping: Mapping, ranks: Iterable[int]) -> None: ...
+    def take(self, members: int) -> int: ...
+    def page(self, index: int) -> CallPage: ...
+
+class CallPage:
+    broken: int
+    def enter(
+        self, number: int, name: str, detail: object, tensors: Sequence[torch.Tensor]
+    ) -> int: ...
+    def exchange(
+        self, number: int, rank: int, sent: Sequence[int], expected: Sequence[int]
+    ) -> int: ...
+    def refuse(self, number: int) -> int: ...
+    def break_at(self, number: int) -> None: ...
+    def release(self) -> None: ...

@@ -1,0 +1,185 @@
+"""Whether a process group can go on: an operation that fails on one rank breaks it, on all.
+
+Note [Broken groups]
+~~~~~~~~~~~~~~~~~~~~
+After a time-out, an error of MPI, or an exception in the middle of an operation, this rank is at
+its next operation while others may still be at this one, or come to it later. MPI would take what
+they call for parts of one operation. So the group is broken, as with Gloo: each later call raises
+and says which operation broke it. Ranks of the node find it in the group's page, see Note [Calls
+that do not fit]; all ranks are told by roll call, also those that wait. To go on, all ranks make a
+new group.
+
+An operation that raises before anything was sent breaks the group if other ranks have begun it: if
+all of them raise, as for a dtype that cannot be summed, they stay at the same place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from mpiddp.process_group.call_table import BROKEN, DIFFERS, FITS
+
+if TYPE_CHECKING:
+    import torch
+
+    from mpiddp.process_group.call_table import CallPage
+    from mpiddp.process_group.operation_runner import OperationRunner
+
+__all__ = ["GroupState"]
+
+# Seconds in which roll call brings the reason that the node's memory does not say.
+_WORDS_COME = 1.5
+_NAP = 0.01
+
+
+class GroupState:
+    """What keeps a process group from going on, if anything. Not collective.
+
+    Args:
+        group: whose state it is.
+    """
+
+    def __init__(self, group: OperationRunner) -> None:
+        self._group = group
+        # Why the group is broken, in words; "" while it is not.
+        self.reason = ""
+        # The group's page in the node's memory; None where it shares none.
+        self.page: CallPage | None = None
+        # Whether all ranks of the group share that page.
+        self.all_here = False
+
+    def check(self, name: str) -> None:
+        """Raise if the group is broken.
+
+        Args:
+            name: what is to be begun.
+
+        Raises:
+            RuntimeError: an operation has failed before, on this rank or another.
+        """
+        if self.reason or (self.page is not None and self.page.broken):
+            raise self.error(name)
+
+    def enter(
+        self,
+        number: int,
+        name: str,
+        detail: object,
+        agreed: Iterable[torch.Tensor],
+        elements: Callable[[], tuple[Sequence[int], Sequence[int]]] | None = None,
+        tensors: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Compare what this rank calls with what others of the node have called.
+
+        Args:
+            number: which of the group's collectives it is.
+            name: the operation.
+            detail: its reduction, its root or both.
+            agreed: those tensors whose sizes must be the same on all ranks.
+            elements: returns how many elements go to each rank and are to come from each, where
+                these may differ.
+            tensors: the first is of their kind.
+
+        Raises:
+            RuntimeError: they do not fit together, or the group is broken. Nothing was sent.
+        """
+        if self.page is None:
+            return
+        found = self.page.enter(number, name, detail, agreed)
+        if found == BROKEN:
+            raise self.error(name)
+        group = self._group
+        told = ""
+        if found != FITS:
+            if group.roll_call is not None:
+                told = group.roll_call.explain_misfit(group, number)[0]
+            told = told or "The ranks have called different collectives, or with different sizes"
+        elif elements is not None and self.all_here:
+            size = tensors[0].element_size() if tensors else 1
+            sent, expected = ([size * count for count in each] for each in elements())
+            other = self.page.exchange(number, group.rank(), sent, expected)
+            if other >= 0:
+                own = group.describe_ranks([group.rank()])
+                there = group.describe_ranks([other])
+                told = (
+                    f"{own} wants to send {sent[other]} bytes to {there} and to receive "
+                    f"{expected[other]} from it, and {there} has other numbers"
+                )
+        if told:
+            self.break_by(number, f"collective {number} does not fit together. {told}")
+            raise RuntimeError(
+                f"rank {group.rank()} of {group.size()}: {name}, collective {number} of process "
+                f"group {group.group_name or 'world'!r}, does not fit what other ranks have "
+                f"called. {told}. This rank has sent nothing, and the group is broken"
+            )
+
+    def refused(self, number: int, name: str, detail: object, error: BaseException) -> None:
+        """Note that a collective has raised `error` before anything was sent.
+
+        Args:
+            number: which of the group's collectives it is.
+            name: the operation.
+            detail: its reduction, its root or both.
+            error: of its arguments.
+        """
+        root = detail[-1] if isinstance(detail, tuple) else detail
+        begun = self.page is not None and self.page.refuse(number) == DIFFERS
+        # What is the root's alone, such as a list of a wrong length, the others have not raised.
+        if begun or (not self.all_here and root == self._group.rank() and isinstance(root, int)):
+            own = self._group.describe_ranks([self._group.rank()])
+            self.break_by(number, f"{name} has raised on {own}: {error}")
+
+    def break_by(self, number: int, reason: str) -> None:
+        """Break the group, and tell its other ranks.
+
+        Args:
+            number: of the collective that failed; 0: a message.
+            reason: what happened, in words.
+        """
+        if self.reason:
+            return
+        self.reason = reason
+        group = self._group
+        if self.page is not None:
+            self.page.break_at(number or group.entered)
+        if group.roll_call is not None:
+            group.roll_call.tell_broken(group, reason)
+
+    def failed(self, number: int, name: str, error: BaseException) -> None:
+        """Break the group because a collective has failed in the middle.
+
+        Args:
+            number: which of the group's collectives it is.
+            name: the operation.
+            error: what it failed with.
+        """
+        own = self._group.describe_ranks([self._group.rank()])
+        self.break_by(number, f"{name} has failed on {own} ({type(error).__name__}: {error})")
+
+    def hear(self, reason: str) -> None:
+        """Take from another rank that the group is broken. In any thread."""
+        if not self.reason:
+            self.reason = reason
+            self._group.hurry()
+
+    def error(self, name: str) -> RuntimeError:
+        """Return the error of a call in a broken group."""
+        deadline = time.monotonic() + _WORDS_COME
+        while not self.reason and time.monotonic() < deadline:
+            time.sleep(_NAP)
+        group = self._group
+        reason = self.reason or "an operation has failed on another rank, whose error says why"
+        return RuntimeError(
+            f"rank {group.rank()} of {group.size()}: {name} on process group "
+            f"{group.group_name or 'world'!r} cannot run, because the group is broken: {reason}. "
+            f"The ranks may be at different operations. To go on, make a new group on all ranks "
+            f"(torch.distributed.new_group); nothing is sent in this one any more"
+        )
+
+    def release(self) -> None:
+        """Give the group's page back."""
+        page, self.page = self.page, None
+        if page is not None:
+            page.release()

@@ -1,0 +1,60 @@
+"""Give the process groups of a node memory to compare their calls in, see call_table.pyx."""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mpi4py import MPI
+
+from mpiddp.mpi import nodes
+from mpiddp.process_group.call_table import BYTES, CallTable
+from mpiddp.transports.shared_memory import allocate_common
+
+if TYPE_CHECKING:
+    from mpiddp.process_group.group_state import GroupState
+
+__all__ = ["make_call_table", "share_page"]
+
+
+def make_call_table(world: MPI.Intracomm) -> CallTable | None:
+    """Return a table that the ranks of this node share; None where there is no such memory.
+
+    Collective over `world`.
+    """
+    node = nodes.ranks_of_node(world)
+    try:
+        ranks = node.allgather(world.Get_rank())
+        return CallTable(allocate_common(node, BYTES, ()), ranks) if len(ranks) > 1 else None
+    except OSError:
+        return None  # on all ranks of the node
+    finally:
+        node.Free()
+
+
+def share_page(
+    state: GroupState, table: CallTable | None, communicator: MPI.Intracomm, ranks: Sequence[int]
+) -> None:
+    """Give a new group its page, the same one on all of its ranks of a node.
+
+    Collective over `communicator`.
+
+    Args:
+        state: of the new group.
+        table: of this node.
+        communicator: of the group; nothing else is under way in it.
+        ranks: the world rank of each of its ranks.
+    """
+    if len(ranks) == 1:
+        return
+    here = [place for place, rank in enumerate(ranks) if table is not None and rank in table.ranks]
+    index = -1
+    # The first of a node takes the page for all of it.
+    if table is not None and len(here) > 1 and here[0] == communicator.Get_rank():
+        index = table.take(len(here))
+    indices = array.array("q", [0]) * len(ranks)
+    communicator.Allgather([array.array("q", [index]), MPI.INT64_T], [indices, MPI.INT64_T])
+    if table is not None and len(here) > 1 and indices[here[0]] >= 0:
+        state.page = table.page(indices[here[0]])
+        state.all_here = len(here) == len(ranks)
