@@ -192,12 +192,15 @@ def _all_reduce_together(
     finishers: list[Callable[[], None]],
 ) -> None:
     """Start the all-reduce of tensors of one dtype, as one."""
-    if len(pairs) == 1:
-        source, total = pairs[0][0], pairs[0][1].detach()
-        _copy_scaled(source, total, request.prescale)
-    else:
+    together = len(pairs) > 1
+    if together:
         total = torch.cat([source.detach().reshape(-1) for source, _ in pairs])
         _scale(total, request.prescale)
+    else:
+        source, total = pairs[0][0], pairs[0][1].detach()
+        _copy_scaled(source, total, request.prescale)
+    apart = together or _sum_type(request.op, total.dtype) is not total.dtype
+    total = total.to(_sum_type(request.op, total.dtype))
     options = AllreduceOptions()
     options.asyncOp = True
     options.reduceOp = torch_operation(request.op, total.dtype)
@@ -205,8 +208,8 @@ def _all_reduce_together(
 
     def finish() -> None:
         _finish_reduction(request, total, group.size())
-        if len(pairs) > 1:
-            parts = torch.split(total, [target.numel() for _, target in pairs])
+        if apart:
+            parts = torch.split(total.reshape(-1), [target.numel() for _, target in pairs])
             for (_, target), part in zip(pairs, parts, strict=True):
                 target.detach().copy_(part.view(target.shape))
 
@@ -261,23 +264,25 @@ def rows_of(rows: int, size: int) -> list[int]:
 
 def _reduce_scatter(submission: Submission, decision: Decision, group: ProcessGroup) -> Running:
     request = submission.request
-    works = []
+    works, totals = [], []
     for tensor in submission.inputs:
         rows = rows_of(tensor.shape[0], group.size())
         source = tensor.detach()
         if request.prescale != 1.0:
             source = source.clone()
             _scale(source, request.prescale)
+        source = source.to(_sum_type(request.op, tensor.dtype))
         output = source.new_empty((rows[group.rank()], *tensor.shape[1:]))
-        submission.outputs.append(output)
+        totals.append(output)
         options = ReduceScatterOptions()
         options.asyncOp = True
         options.reduceOp = torch_operation(request.op, tensor.dtype)
         works.append(group.reduce_scatter([output], [list(torch.split(source, rows))], options))
 
     def finish() -> None:
-        for output in submission.outputs:
-            _finish_reduction(request, output, group.size())
+        for tensor, total in zip(submission.inputs, totals, strict=True):
+            _finish_reduction(request, total, group.size())
+            submission.outputs.append(total.to(tensor.dtype))
 
     return Running([submission], works, finish)
 
@@ -299,6 +304,11 @@ def torch_operation(op: int, dtype: torch.dtype) -> Any:
         fractions = dtype.is_floating_point or dtype.is_complex
         return dist.ReduceOp.AVG if fractions else dist.ReduceOp.SUM
     return _OPERATIONS[ReduceOp(op)]
+
+
+def _sum_type(op: int, dtype: torch.dtype) -> torch.dtype:
+    """Return in which dtype ranks are added: means of int32 fit where their sums do not."""
+    return torch.int64 if op == Average and dtype is torch.int32 else dtype
 
 
 def _finish_reduction(request: Request, total: torch.Tensor, size: int) -> None:

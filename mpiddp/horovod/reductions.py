@@ -5,7 +5,8 @@ Arguments that all have:
 - `name`: operations of the same kind and name match over ranks, in whatever order ranks submit
   them. Without a name they match by their order. Two of one name cannot wait at the same time.
 - `op`: hvd.Average (the default), hvd.Sum, hvd.Min, hvd.Max, hvd.Product or hvd.Adasum;
-  reduce-scatter knows the first two. Averages of integers are rounded towards zero.
+  reduce-scatter knows the first two. Averages of int32 and int64 are rounded towards zero; those of
+  smaller integers are refused, as in Horovod.
 - `average`: deprecated, see `mpiddp.horovod.reduce_ops.chosen_op`.
 - `prescale_factor`, `postscale_factor`: multiply before and after the reduction.
 - `process_set`: whose ranks take part.

@@ -34,6 +34,8 @@ __all__ = [
     "without_tensors",
 ]
 
+_INTEGERS_WITH_AVERAGE = (torch.int32, torch.int64)
+
 
 def one(submission: Submission) -> torch.Tensor:
     """Return the one output of an operation. Not collective."""
@@ -219,8 +221,19 @@ def _check_reduction(tensors: Sequence[torch.Tensor], op: ReduceOp) -> None:
             datatypes.reduction(dtype, torch_operation(op, dtype))
         except TypeError as error:
             raise ValueError(str(error)) from None
-        if dtype is torch.bool and op == Average:
-            raise ValueError("truth values have no average; give op=hvd.Max, or hvd.Min")
+        if op == Average:
+            _check_average(dtype)
+
+
+def _check_average(dtype: torch.dtype) -> None:
+    """Refuse what Horovod has no average of: a sum of small integers soon overflows."""
+    if dtype is torch.bool:
+        raise ValueError("truth values have no average; give op=hvd.Max, or hvd.Min")
+    if not (dtype.is_floating_point or dtype.is_complex or dtype in _INTEGERS_WITH_AVERAGE):
+        raise ValueError(
+            f"hvd.Average is not for {dtype}, whose sum would overflow: average "
+            f"tensor.to(torch.int64), or give op=hvd.Sum, hvd.Min or hvd.Max"
+        )
 
 
 def _check_adasum(tensors: Sequence[torch.Tensor], process_set: ProcessSet) -> None:

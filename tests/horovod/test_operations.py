@@ -18,6 +18,7 @@ DTYPES = (
     torch.int32,
     torch.int64,
 )
+SMALL_INTEGERS = (torch.uint8, torch.int8, torch.int16)
 
 
 def of(rank: int, dtype: torch.dtype = torch.float64, shape: tuple[int, ...] = (3, 2)):
@@ -48,14 +49,15 @@ def reduced(op: int, dtype: torch.dtype, shape: tuple[int, ...] = (3, 2)) -> tor
 @pytest.mark.smoke(keep=1)
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product])
 def test_allreduce(op):
-    kept = [of(RANK, dtype) for dtype in DTYPES]
+    dtypes = DTYPES if op != hvd.Average else [t for t in DTYPES if t not in SMALL_INTEGERS]
+    kept = [of(RANK, dtype) for dtype in dtypes]
     own = [tensor.clone() for tensor in kept]
     handles = [hvd.allreduce_async(tensor, op=op) for tensor in kept]
     handles += [hvd.allreduce_async_(tensor, op=op) for tensor in own]
     results = [hvd.synchronize(handle) for handle in handles]
     with together():
-        assert all(a is b for a, b in zip(results[len(DTYPES) :], own, strict=True))
-        for place, dtype in enumerate(DTYPES * 2):
+        assert all(a is b for a, b in zip(results[len(dtypes) :], own, strict=True))
+        for place, dtype in enumerate([*dtypes, *dtypes]):
             assert results[place].dtype == dtype
             torch.testing.assert_close(results[place], reduced(op, dtype))
         assert all(torch.equal(tensor, of(RANK, tensor.dtype)) for tensor in kept)
@@ -74,6 +76,40 @@ def test_average_is_the_default_and_integers_are_cut():
         assert torch.equal(hvd.allreduce(of(RANK)), everyone().mean(0))
         # Towards zero, as C does.
         assert negative.tolist() == [-1 if SIZE == 1 else 0, SIZE - 1]
+
+
+def test_an_average_of_integers_is_right_or_refused():
+    """The sum of all ranks fits in no int32; smaller integers Horovod does not average."""
+    large = torch.tensor([2**31 - 1 - 2 * RANK, -(2**31) + 2 * RANK], dtype=torch.int32)
+    alone = hvd.allreduce(large)
+    own = large.clone()
+    fused = [
+        hvd.allreduce_async_(own, name="large"),
+        hvd.allreduce_async(large.view(1, 2), name="more"),
+        hvd.grouped_allreduce_async([large, large[:1]], name="both"),
+    ]
+    results = [alone, *(hvd.synchronize(handle) for handle in fused)]
+    rows = hvd.reducescatter(large.repeat_interleave(SIZE))
+    mean = torch.tensor([2**31 - SIZE, -(2**31) + SIZE - 1], dtype=torch.int32)
+    with together():
+        assert torch.equal(results[0], mean)
+        assert results[1] is own
+        assert torch.equal(own, mean)
+        assert torch.equal(results[2], mean.view(1, 2))
+        assert torch.equal(results[3][0], mean)
+        assert torch.equal(results[3][1], mean[:1])
+        assert torch.equal(rows, mean.repeat_interleave(SIZE)[2 * RANK : 2 * RANK + 2])
+        for dtype in SMALL_INTEGERS:
+            value = torch.ones(4 * SIZE, dtype=dtype)
+            for refused in (
+                lambda value=value: hvd.allreduce(value),
+                lambda value=value: hvd.allreduce_async_(value),
+                lambda value=value: hvd.grouped_allreduce([torch.ones(2), value]),
+                lambda value=value: hvd.reducescatter(value, op=hvd.Average),
+            ):
+                with pytest.raises(ValueError, match=r"hvd\.Average is not for torch"):
+                    refused()
+            assert (hvd.allreduce(value, op=hvd.Sum) == SIZE).all()
 
 
 def test_the_deprecated_average_argument():
