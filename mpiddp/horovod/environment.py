@@ -20,6 +20,7 @@ HONOURED = (
     "HOROVOD_STALL_CHECK_TIME_SECONDS",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
     "HOROVOD_TIMELINE",
+    "HOROVOD_TIMELINE_MARK_CYCLES",
     # Sets can be added at any time here, with and without it.
     "HOROVOD_DYNAMIC_PROCESS_SETS",
 )
@@ -36,12 +37,14 @@ class Settings:
         stall_seconds: after so long a wait for other ranks comes a warning; 0: never.
         stall_error_seconds: after so long comes an error; 0: never.
         timeline: the file of the timeline of rank 0; empty: none.
+        mark_cycles: whether that has marks where operations were decided on.
     """
 
     fusion_bytes: int = _FUSION_BYTES
     stall_seconds: float = _STALL_SECONDS
     stall_error_seconds: float = 0.0
     timeline: str = ""
+    mark_cycles: bool = False
 
 
 def read() -> Settings:
@@ -50,14 +53,19 @@ def read() -> Settings:
     Raises:
         ValueError: a variable does not hold a number where it must.
     """
-    disabled = os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "").strip() not in ("", "0")
+    disabled = _is_on("HOROVOD_STALL_CHECK_DISABLE")
     timeline = os.environ.get("HOROVOD_TIMELINE", "")
     return Settings(
         int(_number("HOROVOD_FUSION_THRESHOLD", _FUSION_BYTES)),
         0.0 if disabled else _number("HOROVOD_STALL_CHECK_TIME_SECONDS", _STALL_SECONDS),
         0.0 if disabled else _number("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0),
         "" if timeline == "DYNAMIC" else timeline,
+        _is_on("HOROVOD_TIMELINE_MARK_CYCLES"),
     )
+
+
+def _is_on(name: str) -> bool:
+    return os.environ.get(name, "").strip() not in ("", "0")
 
 
 def _number(name: str, default: float) -> float:

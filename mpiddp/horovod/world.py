@@ -76,7 +76,7 @@ def init(
     try:
         sets.add_first_process_sets(list(process_sets or []))
         if settings.timeline:
-            start_timeline(settings.timeline)
+            start_timeline(settings.timeline, settings.mark_cycles)
     except Exception:
         shutdown()
         raise
@@ -167,7 +167,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
     Args:
         file_path: of a file in Chrome's trace format, which is replaced.
-        mark_cycles: accepted as in Horovod, without effect: there are no cycles here.
+        mark_cycles: whether to note each time that operations were decided on, as CYCLE_START.
 
     Raises:
         ValueError: Horovod is not initialised.
@@ -177,7 +177,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     if _place().rank != 0:
         return
     stop_timeline()
-    _timeline = Timeline(file_path)
+    _timeline = Timeline(file_path, mark_cycles)
     for agreement in sets.agreements():
         agreement.timeline = _timeline
 

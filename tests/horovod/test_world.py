@@ -151,15 +151,40 @@ def test_timeline(again, mpi_tmp_path):
     gather(None)
     with together():
         events = json.loads(path.read_text())
-        rows = [event["args"]["name"] for event in events if event["ph"] == "M"]
-        assert rows == ["allreduce.x"]
+        (start, *rows) = [event["args"] for event in events if event["ph"] == "M"]
+        assert 0 < start["start_time_since_epoch_in_micros"] < 1e6 * time.time()
+        assert rows == [{"name": "allreduce.x"}]
+        assert "CYCLE_START" not in path.read_text()
         begun = [event["name"] for event in events if event["ph"] == "B"]
         assert begun == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE"] * 2
         times = [event["ts"] for event in events if event["ph"] in "BE"]
         assert times == sorted(times)
         assert len(times) == 8
         assert "broadcast.y" in second.read_text()
-        assert json.loads(second.read_text())
+        marks = [event for event in json.loads(second.read_text()) if event["ph"] == "i"]
+        assert {event["name"] for event in marks} == {"CYCLE_START"}
+
+
+@pytest.mark.mpi
+def test_a_timeline_is_whole_while_it_is_written(again, mpi_tmp_path):
+    """A job that hangs or is killed leaves it as it is then."""
+    path = Path(mpi_tmp_path) / "live.json"
+    again(TIMELINE=str(path), TIMELINE_MARK_CYCLES="1")
+    seen = []
+    for place in range(3):
+        hvd.allreduce(torch.ones(2), name=f"op{place}")
+        hvd.barrier()  # rank 0 has written the end of the one before
+        seen.append(json.loads(path.read_text()) if RANK == 0 else [])
+    gather(None)
+    with together():
+        if RANK == 0:
+            for place, events in enumerate(seen):
+                named = [event for event in events if event["ph"] == "M"]
+                rows = {event["args"].get("name"): event["pid"] for event in named}
+                row = rows[f"allreduce.op{place}"]
+                kinds = [event["ph"] for event in events if event["pid"] == row]
+                assert kinds == ["M", "B", "E", "B", "E"]
+            assert any(event.get("name") == "CYCLE_START" for event in seen[0])
 
 
 @pytest.mark.mpi
