@@ -85,6 +85,7 @@ class Agreement:
         self._outbox: list[Request] = []
         self._sends: list[MPI.Request] = []
         self._counts: dict[str, int] = {}
+        self._joins = 0
         self._ended = False
         self._closed = False
         self._gone = ""
@@ -111,16 +112,20 @@ class Agreement:
         return self._coordinator is not None and self._size > 1
 
     def unnamed(self, kind: str) -> str:
-        """Return a name for an operation without one: they match by their order."""
+        """Return a name for an operation without one: they match by their order.
+
+        The ranks count anew when all have joined: until then some have submitted more than others.
+        """
         with self._lock:
             number = self._counts[kind] = self._counts.get(kind, 0) + 1
-            return f"noname.{number}"
+            return f"noname.{self._joins}.{number}" if self._joins else f"noname.{number}"
 
     def submit(self, submission: Submission) -> None:
         """Take an operation; the ranks start it when all have submitted it.
 
         Raises:
-            HorovodInternalError: one of this name waits already, or Horovod was shut down.
+            HorovodInternalError: Horovod was shut down.
+            ValueError: one of this name waits already.
         """
         key = submission.request.key
         forks.check(key)
@@ -128,7 +133,7 @@ class Agreement:
             if self._ended:
                 raise HorovodInternalError(f"{key}: Horovod has been shut down")
             if key in self._waiting:
-                raise HorovodInternalError(
+                raise ValueError(
                     f"{key} was submitted before and is still waiting for other ranks; operations "
                     f"that are under way at the same time need different names"
                 )
@@ -274,6 +279,8 @@ class Agreement:
                 logger.warning(warning)
             decisions += failures
         if decisions:
+            if self.timeline is not None:
+                self.timeline.cycle()
             for rank in range(self._size):
                 if rank != self._rank:
                     whats = [decision.for_rank(rank) for decision in decisions]
@@ -290,6 +297,8 @@ class Agreement:
                 for submission in mine:
                     self._end(submission, HorovodInternalError(decision.text))
             elif decision.what == JOINED:
+                self._joins += 1
+                self._counts.clear()
                 submission = self._waiting.pop("join")
                 submission.last_joined = self._ranks[decision.rank]
                 self._end(submission, None)

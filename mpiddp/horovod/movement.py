@@ -7,9 +7,9 @@ Arguments that all have:
 - `process_set`: whose ranks take part.
 
 Any dtype. Errors that all raise: HorovodInternalError, on all ranks, where ranks differ in shape,
-dtype or root rank; the same on this rank alone where it is not in the process set or an operation
-of the name waits already; ValueError for a tensor that is sparse. What is asynchronous raises the
-first in `synchronize`.
+dtype or root rank. On this rank alone, ValueError for arguments that are wrong: it is not in the
+process set, an operation of the name waits already, or a tensor is sparse. What is asynchronous
+raises the first in `synchronize`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def broadcast(
         process_set: whose ranks take part.
 
     Raises:
-        HorovodInternalError: `root_rank` is not in the process set; see this file's first lines.
+        ValueError: `root_rank` is not in the process set. See this file's first lines.
     """
     return gradients.broadcast(tensor, root_rank, name, process_set)
 
@@ -168,7 +168,7 @@ def alltoall(
         rank: a tensor like `splits`, else of int32.
 
     Raises:
-        HorovodInternalError: the splits do not fit; see this file's first lines.
+        ValueError: the splits do not fit. See this file's first lines.
     """
     output, received = gradients.all_to_all(tensor, splits, name, process_set)
     return output if splits is None else (output, received)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from mpiddp.horovod.agreement import Agreement
 from mpiddp.horovod.coordinator import Request
 from mpiddp.horovod.environment import Settings
-from mpiddp.horovod.errors import HorovodInternalError
 from mpiddp.horovod.execution import Submission
 from mpiddp.horovod.progress import ProgressThread
 from mpiddp.mpi import communicators
@@ -183,12 +182,12 @@ def agreement_of(process_set: ProcessSet, what: str) -> Agreement:
     """Return the agreement of a set that this process is in. Not collective.
 
     Raises:
-        ValueError: Horovod is not initialised, or the set is not registered.
-        HorovodInternalError: this process is not in the set.
+        ValueError: Horovod is not initialised, the set is not registered, or this process is not
+            in it.
     """
     entry = registered(process_set)
     if entry.agreement is None:
-        raise HorovodInternalError(
+        raise ValueError(
             f"{what}: rank {table().rank} is not in process set {process_set.process_set_id} of "
             f"ranks {entry.ranks}"
         )

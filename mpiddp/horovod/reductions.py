@@ -13,9 +13,9 @@ Arguments that all have:
 - `compression`: one of hvd.Compression, or any class with its two functions.
 
 16-bit floats are reduced in float32 and rounded once. Errors that all raise: HorovodInternalError,
-on all ranks, where ranks differ in shape, dtype, op, factors or number of tensors; the same on
-this rank alone where it is not in the process set or an operation of the name waits already;
-ValueError for a layout or dtype that cannot be reduced; NotImplementedError for Adasum with a
+on all ranks, where ranks differ in shape, dtype, op, factors or number of tensors. On this rank
+alone, ValueError for arguments that are wrong: it is not in the process set, an operation of the
+name waits already, or a layout or dtype cannot be reduced; NotImplementedError for Adasum with a
 number of ranks that is no power of two. What is asynchronous raises the first in `synchronize`.
 """
 

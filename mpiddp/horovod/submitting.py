@@ -93,6 +93,8 @@ def reduce_scatter(
     if op not in (Average, Sum):
         raise HorovodInternalError(f"{kind} knows hvd.Average and hvd.Sum, not {ReduceOp(op).name}")
     _check_reduction(tensors, op)
+    if any(not tensor.dim() for tensor in tensors):
+        raise ValueError(f"{kind}: a tensor without dimensions has no rows to divide")
     request = _request(agreement, kind, name, tensors)._replace(
         kind="reducescatter", op=int(op), prescale=float(factors[0]), postscale=float(factors[1])
     )
@@ -129,7 +131,7 @@ def broadcast(
     agreement = agreement_of(process_set, "broadcast")
     ranks = registered(process_set).ranks
     if root_rank not in ranks:
-        raise HorovodInternalError(
+        raise ValueError(
             f"broadcast: root_rank {root_rank} is not in the process set of ranks {ranks}"
         )
     request = _request(agreement, "broadcast", name, [tensor])._replace(
@@ -150,25 +152,21 @@ def all_to_all(
     rows = tensor.shape[0] if tensor.dim() else 0
     if splits is None or len(splits) == 0:
         if rows % size:
-            raise HorovodInternalError(
+            raise ValueError(
                 f"alltoall cannot divide {rows} rows equally over {size} ranks; give splits"
             )
         counts = [rows // size] * size
     else:
         if isinstance(splits, torch.Tensor):
             if splits.dim() != 1 or splits.is_floating_point():
-                raise HorovodInternalError("the splits of alltoall must be a list of integers")
+                raise ValueError("the splits of alltoall must be a list of integers")
             counts = [int(count) for count in splits.tolist()]
         else:
             counts = [int(count) for count in splits]
         if len(counts) != size:
-            raise HorovodInternalError(
-                f"alltoall needs as many splits as ranks, {size}, not {len(counts)}"
-            )
+            raise ValueError(f"alltoall needs as many splits as ranks, {size}, not {len(counts)}")
         if sum(counts) > rows or min(counts) < 0:
-            raise HorovodInternalError(
-                f"alltoall: splits {counts} do not fit a tensor of {rows} rows"
-            )
+            raise ValueError(f"alltoall: splits {counts} do not fit a tensor of {rows} rows")
     request = _request(agreement, "alltoall", name, [tensor])._replace(splits=tuple(counts))
 
     def result(submission: Submission) -> tuple[torch.Tensor, torch.Tensor]:

@@ -73,3 +73,28 @@ def test_other_operations_fail_while_a_rank_has_joined(operation):
     with together():
         if RANK != 0:
             assert "rank 0 called hvd.join(), and only all-reduces go on" in failure
+
+
+@pytest.mark.mpi(min_size=2)
+def test_unnamed_operations_match_after_a_join():
+    """Until then the ranks have submitted different numbers of them, failed or not."""
+    for turn in range(2):
+        sums, failed = [], 0
+        for _ in range(RANK + turn):
+            sums.append(hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
+        if RANK == SIZE - 1:
+            try:
+                hvd.allgather(torch.ones(3))
+            except hvd.HorovodInternalError:
+                failed = 1
+        last = hvd.join()
+        total = hvd.allreduce(torch.full((2,), float(RANK)), op=hvd.Sum)
+        rows = hvd.allgather(torch.tensor([RANK]))
+        everyone = hvd.allgather_object((RANK, last, failed))
+        hvd.barrier()
+        with together():
+            left = [[rank + turn > step for rank in range(SIZE)] for step in range(len(sums))]
+            assert sums == [sum(each) for each in left]
+            assert total.tolist() == [sum(range(SIZE))] * 2
+            assert rows.tolist() == list(range(SIZE))
+            assert everyone == [(rank, last, rank == SIZE - 1) for rank in range(SIZE)]

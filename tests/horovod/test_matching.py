@@ -118,7 +118,7 @@ def test_a_difference_is_an_error_on_all_ranks(what):
 def test_a_name_that_waits_already():
     if RANK == 0:
         handle = hvd.allreduce_async(torch.ones(1), name="twice")
-        with pytest.raises(hvd.HorovodInternalError, match=r"allreduce\.twice was submitted"):
+        with pytest.raises(ValueError, match=r"allreduce\.twice was submitted"):
             hvd.allreduce_async(torch.ones(1), name="twice")
         other_kind = hvd.broadcast_async(torch.ones(1), 0, name="twice")
     gather(None)

@@ -347,6 +347,7 @@ def test_sync_batch_norm():
 
 
 def test_what_cannot_be_done():
+    """A wrong argument is a ValueError, as in Horovod: elastic training does not try it again."""
     with together():
         with pytest.raises(ValueError, match="no average"):
             hvd.allreduce(torch.tensor([True]))
@@ -358,12 +359,19 @@ def test_what_cannot_be_done():
             hvd.sparse_allreduce_async(torch.ones(2), "dense", hvd.Sum)
         with pytest.raises(hvd.HorovodInternalError, match=r"Average and hvd\.Sum"):
             hvd.reducescatter(torch.ones(2), op=hvd.Max)
-        with pytest.raises(hvd.HorovodInternalError, match="root_rank 77 is not"):
+        with pytest.raises(ValueError, match="root_rank 77 is not"):
             hvd.broadcast(torch.ones(2), 77)
-        with pytest.raises(hvd.HorovodInternalError, match="as many splits as ranks"):
+        with pytest.raises(ValueError, match="as many splits as ranks"):
             hvd.alltoall(torch.ones(2), [1] * (SIZE + 1))
-        with pytest.raises(hvd.HorovodInternalError, match="do not fit"):
+        with pytest.raises(ValueError, match="do not fit"):
             hvd.alltoall(torch.ones(SIZE), [2] * SIZE)
+        if SIZE > 1:
+            with pytest.raises(ValueError, match="cannot divide"):
+                hvd.alltoall(torch.ones(SIZE + 1))
+        with pytest.raises(ValueError, match="list of integers"):
+            hvd.alltoall(torch.ones(SIZE), torch.ones(SIZE))
+        with pytest.raises(ValueError, match="no rows to divide"):
+            hvd.reducescatter(torch.tensor(1.0), op=hvd.Sum)
         with pytest.raises(ValueError, match="at least one tensor"):
             hvd.grouped_allreduce([])
     with pytest.raises(hvd.HorovodInternalError, match="without dimensions"):
