@@ -5,7 +5,7 @@ rendezvous, checkpoint, ddp and elastic. Must never change the user's own proces
 operations by the order of their calls.
 """
 
-from mpiddp.horovod import elastic
+from mpiddp.horovod import compression, elastic, functions, mpi_ops, optimizer
 from mpiddp.horovod.broadcast_state import broadcast_optimizer_state, broadcast_parameters
 from mpiddp.horovod.compression import Compression
 from mpiddp.horovod.errors import HorovodInternalError
@@ -106,11 +106,13 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "compression",
     "cross_rank",
     "cross_size",
     "cuda_built",
     "ddl_built",
     "elastic",
+    "functions",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -130,8 +132,10 @@ __all__ = [
     "local_size",
     "mpi_built",
     "mpi_enabled",
+    "mpi_ops",
     "mpi_threads_supported",
     "nccl_built",
+    "optimizer",
     "poll",
     "rank",
     "reducescatter",

@@ -24,6 +24,7 @@ class AdasumMethods(torch.optim.Optimizer):
     _group: ProcessGroup | None
     _process_set: ProcessSet
     _compression: Any
+    _parameter_names: dict[torch.Tensor, str]
     backward_passes_per_step: int
 
     def renew(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Compression", "Compressor"]
+__all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
 class Compressor:

@@ -7,10 +7,19 @@ order they come and which are sparse (first_step.py). Then the reducer is made, 
 as they are. It fills in zeros for what a rank has no gradient for. Where no rank has one,
 ``.grad`` stays as it was: the optimizer steps as it does in one process. (Horovod makes it zeros,
 with which weight decay and momentum go on.)
+
+Note [Averages that are gone]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A rank that joins stands in for the steps of all averages, so ranks must have the same ones. An
+optimizer that the program has dropped may be in a circle of references (with a scheduler, say),
+and be there still on some ranks only. The garbage collector settles that, but takes 0.1 s and more
+with torch's objects. So it runs where another average is made while there are some; and in a join
+if there is an average that was not used since it was made, or since the last join.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import weakref
 from collections.abc import Iterable, Sequence
@@ -24,8 +33,10 @@ import torch.distributed as dist
 from mpiddp.ddp.python_hook import PythonHook
 from mpiddp.horovod import environment
 from mpiddp.horovod.compression import Compression
+from mpiddp.horovod.execution import torch_operation
 from mpiddp.horovod.first_step import FirstStep
 from mpiddp.horovod.optimizer_reducer import OptimizerReducer
+from mpiddp.horovod.reduce_ops import Average, ReduceOp, Sum
 from mpiddp.horovod.sparse_as_dense import SparseAsDense
 from mpiddp.process_group.group import ProcessGroup
 from mpiddp.reducer import joined, model_check
@@ -46,13 +57,23 @@ def averages_over(group: ProcessGroup | None) -> list[GradientAverage]:
     return [average for average in found if average is not None and average.is_over(group)]
 
 
+def averages_in_use(group: ProcessGroup | None) -> list[GradientAverage]:
+    """Return the averages over the ranks of a process group, the same on all ranks.
+
+    Not collective. See Note [Averages that are gone].
+    """
+    if not all(average.was_used for average in averages_over(group)):
+        gc.collect()
+    return averages_over(group)
+
+
 @dataclass
 class AverageSettings:
     """How gradients are averaged, the same on all ranks.
 
     Attributes:
         group: the ranks.
-        average: whether sums are divided by the number of ranks.
+        op: how the gradients of the ranks become one; not Adasum.
         compression: of `mpiddp.horovod.compression`, or a class with the same two functions.
         groups: how many buckets to make, or the parameters of each; None leaves it to sizes.
         sparse_as_dense: whether sparse gradients travel as dense ones.
@@ -60,7 +81,7 @@ class AverageSettings:
     """
 
     group: ProcessGroup
-    average: bool
+    op: ReduceOp
     compression: Any
     groups: int | Sequence[Sequence[torch.Tensor]] | None
     sparse_as_dense: bool
@@ -108,7 +129,7 @@ class GradientAverage:
                 **model_check.describe_tensors({f"parameter {name}": p for name, p in named}),
                 **model_check.describe_settings(
                     {
-                        "op": "Average" if settings.average else "Sum",
+                        "op": settings.op.name,
                         "compression": getattr(settings.compression, "__qualname__", "other"),
                         "groups": self._groups,
                         "sparse_as_dense": settings.sparse_as_dense,
@@ -119,6 +140,9 @@ class GradientAverage:
             "make different optimizers",
         )
         self._first: FirstStep | None = FirstStep(self.parameters, passes)
+        if averages_over(settings.group):
+            gc.collect()
+        self._steps_before = 0
         _alive.append(weakref.ref(self, _alive.remove))
         self._dense: SparseAsDense | None = None
         self.reducer: OptimizerReducer | None = None
@@ -160,6 +184,15 @@ class GradientAverage:
     def steps(self) -> int:
         """In how many steps this rank has taken part. Not collective."""
         return 0 if self.reducer is None else self.reducer.reductions
+
+    @property
+    def was_used(self) -> bool:
+        """Whether this rank has taken part in a step since `note_join`. Not collective."""
+        return self.steps > self._steps_before
+
+    def note_join(self) -> None:
+        """Say that a join is over. Not collective."""
+        self._steps_before = self.steps
 
     def begin_shadow(self) -> None:
         """Begin to stand in for a step of the other ranks, with zeros. Collective with that step.
@@ -223,7 +256,7 @@ class GradientAverage:
         channels = group.acquire_channels(requested_transport(None), self.parameters)
         limits = default_bucket_bytes(
             next(iter(channels.values())),
-            with_python=settings.compression not in (Compression.none, Compression.fp16),
+            with_python=_needs_python(settings),
         )
         if self._threshold is not None:
             limits = [self._threshold]
@@ -236,12 +269,13 @@ class GradientAverage:
                 return by_size.in_order(order)
             return _by_groups(groups, order, parameters, expect_sparse)
 
-        divisor = group.size() if settings.average else 1
+        divisor = group.size() if settings.op == Average else 1
         compression, python_hook = None, None
-        if settings.compression is Compression.fp16:
+        if _needs_python(settings):
+            how = (settings.compression, group, settings.op, divisor)
+            python_hook = PythonHook(_reduce_compressed, how)
+        elif settings.compression is Compression.fp16:
             compression = torch.float16
-        elif settings.compression is not Compression.none:
-            python_hook = PythonHook(_reduce_compressed, (settings.compression, group, divisor))
         try:
             self.reducer = OptimizerReducer(
                 self.parameters,
@@ -308,21 +342,34 @@ def _by_groups(
     return sorted(buckets.values(), key=lambda bucket: max(place[index] for index in bucket))
 
 
+def _needs_python(settings: AverageSettings) -> bool:
+    """Whether gradients are reduced by Python: in C there are sums, and float16."""
+    plain = settings.compression in (Compression.none, Compression.fp16)
+    return not plain or settings.op not in (Average, Sum)
+
+
 def _reduce_compressed(
-    state: tuple[Any, ProcessGroup, float], bucket: Any
+    state: tuple[Any, ProcessGroup, ReduceOp, float], bucket: Any
 ) -> torch.futures.Future[torch.Tensor]:
     """Reduce each gradient of a bucket as the user's compression says. A communication hook."""
-    compression, group, divisor = state
+    compression, group, op, divisor = state
+    # Means are sums, divided once they are as wide as the gradients.
+    how = torch_operation(Sum if op == Average else op, torch.float32)
     buffer = bucket.buffer()
     gradients: Iterable[torch.Tensor] = bucket.gradients()
     if buffer.layout is not torch.strided:
+        if op not in (Average, Sum):
+            raise NotImplementedError(
+                f"rank {group.rank()}: sparse gradients cannot be reduced with op=hvd.{op.name}; "
+                f"give sparse_as_dense=True to the DistributedOptimizer"
+            )
         buffer = buffer.coalesce()
         dist.all_reduce(buffer, group=group)
         buffer = buffer / divisor
         gradients = []
     for gradient in gradients:
         compressed, context = compression.compress(gradient)
-        dist.all_reduce(compressed, group=group)
+        dist.all_reduce(compressed, how, group=group)
         gradient.copy_(compression.decompress(compressed, context).div_(divisor))
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(buffer)

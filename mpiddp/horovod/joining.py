@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from typing import cast
 
@@ -36,8 +35,7 @@ def join(device: int = -1) -> int:
         HorovodInternalError: Horovod ended on a rank that had not joined.
         RuntimeError: this rank has called backward and not step; or gradients could not be reduced.
     """
-    gc.collect()  # of optimizers that are gone, none may be left on some ranks only
-    steps = gradient_average.averages_over(global_process_set.group)
+    steps = everything = gradient_average.averages_in_use(global_process_set.group)
     for step in steps:
         step.begin_shadow()
     handle = submitting.without_tensors(
@@ -57,6 +55,8 @@ def join(device: int = -1) -> int:
             time.sleep(0)
         else:
             time.sleep(min((now - idle_since) / 10, _LONGEST_NAP))
+    for step in everything:
+        step.note_join()
     return cast(int, synchronize(handle))
 
 
@@ -64,6 +64,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of a process set are here. Collective over them.
 
     Raises:
-        HorovodInternalError: this process is not in the set, or a rank has joined.
+        ValueError: this process is not in the set.
+        HorovodInternalError: a rank has joined.
     """
     synchronize(submitting.without_tensors("barrier", process_set))

@@ -26,9 +26,16 @@ from mpiddp.horovod.adasum_optimizer import AdasumMethods
 from mpiddp.horovod.compression import Compression
 from mpiddp.horovod.gradient_average import AverageSettings, GradientAverage
 from mpiddp.horovod.process_sets import ProcessSet, global_process_set, registered
-from mpiddp.horovod.reduce_ops import Adasum, Average, ReduceOp, Sum
+from mpiddp.horovod.reduce_ops import Adasum, Average, ReduceOp
 from mpiddp.process_group.group import ProcessGroup
 from mpiddp.torch_internals.compiler import skip_compilation
+
+__all__ = [
+    "DistributedMethods",
+    "DistributedOptimizer",
+    "_DistributedAdasumOptimizer",
+    "_DistributedOptimizer",
+]
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -67,8 +74,8 @@ def DistributedOptimizer(
         backward_passes_per_step: how many backward passes each gradient has before it is averaged.
             Gradients of several passes are added up, as in Horovod: divide the loss if you want
             their mean.
-        op: `Average`, `Sum`, or `Adasum`: then each rank steps with its own gradients, and the
-            steps are added adaptively, after backward.
+        op: `Average`, `Sum`, `Min`, `Max` or `Product`; or `Adasum`: then each rank steps with its
+            own gradients, and the steps are added adaptively, after backward.
         gradient_predivide_factor: accepted, and has no effect but rounding: sums of 16-bit
             gradients are made in float32 here, so they need no division before.
         num_groups: the old name of `groups`.
@@ -103,11 +110,11 @@ def DistributedOptimizer(
     if not callable(getattr(compression, "compress", None)):
         raise ValueError("compression must be Compression.none, Compression.fp16, or alike")
     names = _named(optimizer, named_parameters)
-    if op not in (Average, Sum, Adasum):
-        raise ValueError(f"op must be Average, Sum or Adasum, not {ReduceOp(op).name}")
+    op = ReduceOp(op)
     if op == Adasum and _group_of(process_set) is not None:
         adaptive: Any = _derived(optimizer, AdasumMethods)
         adaptive._process_set, adaptive._compression = process_set, compression
+        adaptive._parameter_names = names
         adaptive.renew()
         adaptive.backward_passes_per_step = backward_passes_per_step
         return adaptive  # type: ignore[no-any-return]
@@ -115,7 +122,7 @@ def DistributedOptimizer(
     def settings(group: ProcessGroup) -> AverageSettings:
         return AverageSettings(
             group,
-            op == Average,
+            op,
             compression,
             groups,
             sparse_as_dense,
@@ -152,7 +159,7 @@ class DistributedMethods(torch.optim.Optimizer):
     _process_set: ProcessSet
     _settings_for: Callable[[ProcessGroup], AverageSettings]
     _settings: AverageSettings | None
-    _names: dict[int, str]
+    _parameter_names: dict[torch.Tensor, str]
     _left_out: list[torch.Tensor]
     _synchronized: bool
     _should_synchronize: bool
@@ -160,12 +167,12 @@ class DistributedMethods(torch.optim.Optimizer):
 
     def _begin(
         self,
-        names: dict[int, str],
+        names: dict[torch.Tensor, str],
         process_set: ProcessSet,
         settings: Callable[[ProcessGroup], AverageSettings],
         passes: int,
     ) -> None:
-        self._names = names
+        self._parameter_names = names  # as Horovod calls it: programs read it
         self._process_set = process_set
         self._settings_for = settings
         self._should_synchronize = True
@@ -196,7 +203,8 @@ class DistributedMethods(torch.optim.Optimizer):
             if id(p) not in known and p.requires_grad
         ]
         if missing:
-            named = [(self._names.get(id(p), f"parameter.{i}"), p) for i, p in enumerate(missing)]
+            names = self._parameter_names
+            named = [(names.get(p, f"parameter.{i}"), p) for i, p in enumerate(missing)]
             self._all().append(
                 GradientAverage(named, self._settings, self.backward_passes_per_step)
             )
@@ -350,10 +358,12 @@ def _check_groups(groups: object) -> None:
         seen.add(id(parameter))
 
 
-def _named(optimizer: torch.optim.Optimizer, named_parameters: Named | None) -> dict[int, str]:
-    """Return the names of an optimizer's parameters by their id; check them as Horovod does."""
+def _named(
+    optimizer: torch.optim.Optimizer, named_parameters: Named | None
+) -> dict[torch.Tensor, str]:
+    """Return the names of an optimizer's parameters; check them as Horovod does."""
     own = {
-        id(parameter): f"parameter.{i}.{j}"
+        parameter: f"parameter.{i}.{j}"
         for i, group in enumerate(optimizer.param_groups)
         for j, parameter in enumerate(group["params"])
     }
@@ -368,11 +378,16 @@ def _named(optimizer: torch.optim.Optimizer, named_parameters: Named | None) -> 
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise ValueError(f"names in named_parameters must be unique; these are not: {twice}")
-    named = {id(parameter): name for name, parameter in pairs}
-    unnamed = [own[index] for index in own if index not in named]
+    named = {parameter: name for name, parameter in pairs}
+    unnamed = [own[parameter] for parameter in own if parameter not in named]
     if unnamed:
         raise ValueError(
             f"named_parameters lacks {len(unnamed)} of the optimizer's parameters: "
             f"{', '.join(unnamed[:5])} (number of group and parameter)"
         )
     return named
+
+
+# As Horovod calls the classes that it derives from: programs ask `isinstance`.
+_DistributedOptimizer = DistributedMethods
+_DistributedAdasumOptimizer = AdasumMethods

@@ -210,7 +210,7 @@ def _replace(options: argparse.Namespace, started: StartedRanks) -> str:
         replaced.append(f"torch's DistributedDataParallel{on} by mpiddp's")
     if options.backend == world.BACKEND:
         torchrun.replace_sync_batch_norm()
-        stand_ins.install(started.topology.rank)
+        stand_ins.install(started.topology.rank, started)
     if not options.keep_spawn:
         spawn.replace_spawn(started)
         elastic.replace_elastic_launch(started)

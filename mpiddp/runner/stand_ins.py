@@ -1,8 +1,8 @@
 """Modules of mpiddp in the place of packages that are not installed.
 
 A script that imports one of them runs as it is. What is installed comes first: the finder is asked
-for a module only after all others. It does not answer `importlib.util.find_spec` for a whole
-package, by which libraries ask whether they may use all of it.
+for a module only after all others. `importlib.util.find_spec`, by which libraries ask whether they
+may use a package, finds Horovod's. It does not find that of which there is a part only.
 """
 
 from __future__ import annotations
@@ -16,32 +16,46 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from mpiddp.runner import horovod_run
+from mpiddp.runner.started_ranks import StartedRanks
+
 __all__ = ["STAND_INS", "install"]
 
 # The module that a script imports, and ours. "": a package for the modules in it, empty itself.
 STAND_INS: Mapping[str, str] = {
     "apex": "",
     "apex.parallel": "mpiddp.apex",
-    "horovod": "",
+    "horovod": "mpiddp.runner.horovod_run",
     "horovod.common": "",
+    "horovod.common.elastic": "mpiddp.horovod.object_state",
     "horovod.common.exceptions": "mpiddp.horovod.errors",
     "horovod.common.process_sets": "mpiddp.horovod.process_sets",
+    "horovod.common.util": "mpiddp.horovod.util",
+    "horovod.runner": "mpiddp.runner.horovod_run",
     "horovod.torch": "mpiddp.horovod",
     "horovod.torch.compression": "mpiddp.horovod.compression",
     "horovod.torch.elastic": "mpiddp.horovod.elastic",
-    "horovod.torch.functions": "mpiddp.horovod",
-    "horovod.torch.mpi_ops": "mpiddp.horovod",
-    "horovod.torch.optimizer": "mpiddp.horovod",
+    "horovod.torch.elastic.sampler": "mpiddp.horovod.elastic",
+    "horovod.torch.elastic.state": "mpiddp.horovod.elastic",
+    "horovod.torch.functions": "mpiddp.horovod.functions",
+    "horovod.torch.mpi_ops": "mpiddp.horovod.mpi_ops",
+    "horovod.torch.optimizer": "mpiddp.horovod.optimizer",
     "horovod.torch.sync_batch_norm": "mpiddp.horovod.sync_batch_norm",
 }
 
+# What holds a part of the package only, so that libraries must not take it for the whole.
+_PARTS_ONLY = ("apex",)
 
-def install(rank: int) -> None:
+
+def install(rank: int, started: StartedRanks | None = None) -> None:
     """Let scripts import the stand-ins from now on. Not collective.
 
     Args:
         rank: this process's; rank 0 says which stand-in was imported, on stderr.
+        started: what `horovod.run` calls its function on.
     """
+    if started is not None:
+        horovod_run.use(started)
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder(rank))
 
@@ -53,7 +67,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in STAND_INS or (not STAND_INS[fullname] and _is_only_a_question()):
+        if fullname not in STAND_INS or (fullname in _PARTS_ONLY and _is_only_a_question()):
             return None
         is_package = any(other.startswith(f"{fullname}.") for other in STAND_INS)
         loader = _Loader(self._rank)
@@ -67,14 +81,17 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Give the module the public names of ours."""
         name = module.__name__
-        if not STAND_INS[name]:
+        if any(other.startswith(f"{name}.") for other in STAND_INS):
             module.__dict__["__getattr__"] = _attributes_of_package(name)
+        if not STAND_INS[name]:
             return
         ours = importlib.import_module(STAND_INS[name])
         module.__doc__ = ours.__doc__
-        public = {key: getattr(ours, key) for key in ours.__all__}
-        module.__dict__.update(public, __all__=list(public))
-        if self._rank == 0:
+        module.__dict__["__all__"] = list(ours.__all__)
+        for key in ours.__all__:
+            if f"{name}.{key}" not in STAND_INS:  # else it is imported when it is asked for
+                module.__dict__[key] = getattr(ours, key)
+        if self._rank == 0 and "." in name:  # of a package, its parts are what counts
             print(
                 f"mpiddp: there is no {name}; {ours.__name__} stands in for it",
                 file=sys.stderr,
@@ -83,7 +100,7 @@ class _Loader(Loader):
 
 
 def _attributes_of_package(package: str) -> Any:
-    """Return what `package`, which is empty, answers for names that it does not have."""
+    """Return what `package` answers for names that it does not have: its parts, at first."""
 
     def attribute(name: str) -> Any:
         if f"{package}.{name}" in STAND_INS:

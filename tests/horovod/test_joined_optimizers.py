@@ -1,6 +1,7 @@
 """A rank that has joined stands in for its part of the steps of DistributedOptimizers."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -140,3 +141,43 @@ def test_join_between_backward_and_step_is_refused():
         hvd.join()
     optimizer.step()
     assert hvd.join() in range(SIZE)
+
+
+def test_a_join_collects_garbage_only_where_it_must():
+    """With torch's objects a collection takes 0.1 s; optimizers in use cannot be garbage."""
+    model, optimizer = model_and_optimizer(10)
+    rounds = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            train(model, optimizer, 1 + RANK)
+            before = gc.get_stats()[2]["collections"]
+            hvd.join()
+            rounds.append(gc.get_stats()[2]["collections"] - before)
+    finally:
+        gc.enable()
+    with together():
+        assert rounds == [0, 0, 0]
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_optimizer_that_is_garbage_on_some_ranks_only(steps):
+    """It is in a circle of references, and the collector has run on the last rank."""
+    kept, optimizer = model_and_optimizer(11)
+    dropped, other = model_and_optimizer(12)
+    train(kept, optimizer, 1)
+    train(dropped, other, steps)
+    hvd.join()
+    other.circle = [other]
+    gc.disable()
+    try:
+        del dropped, other
+        if RANK == SIZE - 1:
+            gc.collect()
+        train(kept, optimizer, 1 + RANK)
+        last = hvd.join()
+    finally:
+        gc.enable()
+    with together():
+        assert last == SIZE - 1

@@ -341,7 +341,7 @@ def test_refusals():
         ({"groups": [[1]]}, "groups"),
         ({"groups": [[named[0][1]], [named[0][1]]]}, "once"),
         ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "gradient_predivide_factor"),
-        ({"op": hvd.Max}, "Average, Sum or Adasum, not Max"),
+        ({"op": 77}, "77 is not a valid"),
         ({"compression": None}, "compression"),
     ]
     with together():

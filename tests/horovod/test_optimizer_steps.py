@@ -13,6 +13,7 @@ from replicas import (
     assert_close,
     assert_gradients_close,
     assert_replicated,
+    gather,
     gradients_of,
     share,
     together,
@@ -419,3 +420,65 @@ def test_step_within_backward():
     hidden.register_hook(lambda gradient: ours.synchronize())
     with together(), pytest.raises(RuntimeError, match="within a backward pass"):
         model[1:](hidden).sum().backward()
+
+
+REDUCTIONS = {
+    hvd.Min: lambda all_of_them: all_of_them.amin(0),
+    hvd.Max: lambda all_of_them: all_of_them.amax(0),
+    hvd.Product: lambda all_of_them: all_of_them.prod(0),
+}
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16])
+@pytest.mark.parametrize("op", REDUCTIONS)
+def test_other_reductions(op, compression):
+    """Horovod passes any op on to its all-reduce; a rank without a gradient has zeros."""
+    travels = torch.float16 if compression is hvd.Compression.fp16 else torch.float32
+    rounding = 4 * torch.finfo(travels).eps  # of products
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 2))
+    optimizer = sgd(model)
+    ours = hvd.DistributedOptimizer(optimizer, compression=compression, op=op)
+    for step in range(3):
+        ours.zero_grad()
+        given = torch.Generator().manual_seed(10 * step + RANK)
+        loss = model[0](torch.randn(4, 3, generator=given)).sum()
+        if RANK == 0:
+            loss = loss + model[1](torch.randn(4, 3, generator=given)).sum()
+        loss.backward()
+        own = [
+            (torch.zeros_like(p) if p.grad is None else p.grad.clone()).to(travels)
+            for p in model.parameters()
+        ]
+        ours.synchronize()
+        everyone = [torch.stack(each) for each in zip(*gather(own), strict=True)]
+        with together():
+            for place, parameter in enumerate(model.parameters()):
+                if place < 4:
+                    expected = REDUCTIONS[op](everyone[place]).float()
+                    torch.testing.assert_close(parameter.grad, expected, rtol=rounding, atol=1e-6)
+                else:
+                    assert parameter.grad is None
+        with ours.skip_synchronize():
+            ours.step()
+        assert_replicated(model)
+
+
+def test_sparse_gradients_have_no_minimum():
+    layer = nn.Embedding(4, 2, sparse=True)
+    ours = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), op=hvd.Min)
+    layer(torch.tensor([1])).sum().backward()
+    with together(), pytest.raises(RuntimeError, match=r"op=hvd\.Min; give sparse_as_dense"):
+        ours.step()
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+def test_names_that_programs_read(op):
+    model = net()
+    named = dict(model.named_parameters())
+    if op == hvd.Adasum and SIZE & (SIZE - 1):
+        op = hvd.Sum
+    ours = hvd.DistributedOptimizer(sgd(model), named_parameters=named.items(), op=op)
+    with together():
+        assert {name: id(p) for p, name in ours._parameter_names.items()} == {
+            name: id(p) for name, p in named.items()
+        }
