@@ -114,7 +114,7 @@ def DistributedOptimizer(
     if op == Adasum and _group_of(process_set) is not None:
         adaptive: Any = _derived(optimizer, AdasumMethods)
         adaptive._process_set, adaptive._compression = process_set, compression
-        adaptive._parameter_names = names
+        adaptive._parameter_names, adaptive.op = names, op
         adaptive.renew()
         adaptive.backward_passes_per_step = backward_passes_per_step
         return adaptive  # type: ignore[no-any-return]
@@ -130,6 +130,10 @@ def DistributedOptimizer(
         )
 
     distributed: Any = _derived(optimizer, DistributedMethods)
+    # As Horovod calls them: programs read them.
+    distributed.op, distributed.process_set = op, process_set
+    distributed.gradient_predivide_factor = gradient_predivide_factor
+    distributed.sparse_as_dense = sparse_as_dense
     distributed._begin(names, process_set, settings, backward_passes_per_step)
     return distributed  # type: ignore[no-any-return]
 

@@ -482,3 +482,7 @@ def test_names_that_programs_read(op):
         assert {name: id(p) for p, name in ours._parameter_names.items()} == {
             name: id(p) for name, p in named.items()
         }
+        assert ours.op == op
+        if op == hvd.Average:
+            assert ours.process_set is hvd.global_process_set
+            assert (ours.gradient_predivide_factor, ours.sparse_as_dense) == (1.0, False)
