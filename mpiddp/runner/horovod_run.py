@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mpiddp.horovod import world
-from mpiddp.runner.started_ranks import StartedRanks
+if TYPE_CHECKING:
+    from mpiddp.runner.started_ranks import StartedRanks
 
 __all__ = ["__version__", "run"]
 
@@ -50,6 +50,8 @@ def run(
             "horovod.run was called where no ranks can be started: within a function that was "
             "started, after init_process_group or hvd.init, or without python -m mpiddp"
         )
+    from mpiddp.horovod import world  # not before a script wants Horovod
+
     place = _started.place_among(num_proc, "horovod.run")
 
     def call(*everything: Any) -> Any:

@@ -14,10 +14,12 @@ from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpiddp.runner import horovod_run
-from mpiddp.runner.started_ranks import StartedRanks
+
+if TYPE_CHECKING:
+    from mpiddp.runner.started_ranks import StartedRanks
 
 __all__ = ["STAND_INS", "install"]
 
