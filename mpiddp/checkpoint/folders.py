@@ -8,20 +8,24 @@
 
 A checkpoint gets its name in one step, by a rename, after all its bytes are on the disk. The first
 number counts saves: what is saved last is the newest, also when a job begins anew with step 0.
+Who calls `begin`, `finish` or `prune` holds the lock of writer_lock.py.
 """
 
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 import re
 import shutil
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
     "STATE",
     "Entry",
+    "as_step",
     "begin",
     "entries",
     "entries_of_user",
@@ -37,6 +41,9 @@ SUMS = "SHA256SUMS"
 _NAME = re.compile(r"(\d{6,})-step-(-?\d+)")
 _WRITING, _REMOVING = ".writing", ".removing"
 _BLOCK = 1 << 20
+
+# The number of what this process has saved last into each root.
+_saved: dict[Path, int] = {}
 
 
 @dataclass(frozen=True, order=True)
@@ -79,6 +86,21 @@ def entries_of_user(root: Path) -> list[Entry]:
         return []
 
 
+def as_step(step: object) -> int:
+    """Return a step as an int, which the names of folders need. Not collective.
+
+    Raises:
+        TypeError: it is a number that need not be whole, a string or something else.
+    """
+    try:
+        return operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"step must be an int, as it is part of a folder's name, not {step!r} "
+            f"({type(step).__name__})"
+        ) from None
+
+
 def begin(root: Path, step: int) -> Path:
     """Return a new folder in which a checkpoint may be written. Not collective.
 
@@ -86,9 +108,19 @@ def begin(root: Path, step: int) -> Path:
     """
     root.mkdir(parents=True, exist_ok=True)
     for _, path in _unfinished(root):
-        shutil.rmtree(path)
+        _remove(path)
     known = entries(root)
-    name = f"{known[0].number + 1 if known else 1:06d}-step-{step}"
+    newest = known[0].number if known else 0
+    if newest > _saved.get(root.resolve(), newest):
+        warnings.warn(
+            f"{known[0].path} was not saved by this process, which saves there too. Two jobs need "
+            f"a folder each: each removes the other's oldest checkpoints, and loads its newest",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    # What could not be removed keeps its number.
+    number = max([newest, *(number for number, _ in _unfinished(root))]) + 1
+    name = f"{number:06d}-step-{as_step(step)}"
     writing = root / f".{name}{_WRITING}"
     writing.mkdir()
     return writing
@@ -111,20 +143,43 @@ def finish(writing: Path, sums: dict[str, str]) -> Path:
     whole = writing.with_name(writing.name.removeprefix(".").removesuffix(_WRITING))
     writing.rename(whole)
     sync(whole.parent)
+    _saved[whole.parent.resolve()] = int(whole.name.partition("-")[0])
     return whole
 
 
 def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep`, and what older saves left half-written. Not collective."""
+    """Remove all but the newest `keep`, and what older saves left half-written. Not collective.
+
+    What cannot be removed stays, with a RuntimeWarning: the checkpoint just saved is whole.
+    """
     known = entries(root)
     for entry in known[keep:]:
         # Its name goes first: what is removed halfway is no checkpoint any more.
         removing = root / f".{entry.path.name}{_REMOVING}"
-        entry.path.rename(removing)
-        shutil.rmtree(removing)
+        try:
+            entry.path.rename(removing)
+        except OSError as error:
+            _warn_of(entry.path, error)
+        else:
+            _remove(removing)
     for number, path in _unfinished(root):
         if number <= (known[0].number if known else 0):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder; of a link only the link. Not collective."""
+    try:
+        if path.is_symlink() or not path.is_dir():
+            path.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(path)
+    except OSError as error:
+        _warn_of(path, error)
+
+
+def _warn_of(path: Path, error: OSError) -> None:
+    warnings.warn(f"cannot remove {path}: {error}", RuntimeWarning, stacklevel=3)
 
 
 def _unfinished(root: Path) -> list[tuple[int, Path]]:

@@ -48,7 +48,7 @@ def load(
         root: the folder that `save` was given.
         into: a state of the same form, whose tensors a sharded checkpoint fills, as
             `torch.distributed.checkpoint.load` does. Others ignore it.
-        weights_only: see `torch.load`.
+        weights_only: see `torch.load`; it holds for all that lies in a sharded checkpoint too.
         group: the ranks that load together; default: all.
 
     Returns:
@@ -60,22 +60,31 @@ def load(
         pickle.UnpicklingError: it holds objects that ``weights_only=True`` does not allow.
     """
     ranks = Ranks(group)
-    entry = _newest_whole(Path(root), ranks)
+    entry = _newest_whole(root, ranks)
     if entry is None:
         return None
     if not entry.sharded:
         state = ranks.read_on(0, entry.path / folders.STATE, weights_only)
         return Checkpoint(state, entry.step, entry.path)
-    if into is None:
-        raise TypeError(f"{entry.path} is sharded: give a state to fill, load(..., into=state)")
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+    from mpiddp.checkpoint.shard_files import Planner, Reader, read_metadata
+
+    reader, error = None, None
+    try:
+        if into is None:
+            raise TypeError(f"{entry.path} is sharded: give a state to fill, load(..., into=state)")
+        reader = Reader(entry.path, read_metadata(entry.path, weights_only))
+    except Exception as failure:
+        error = failure
+    raise_together(ranks, error, "load a checkpoint")
+    assert into is not None
     with dcp_failures(ranks, "load a checkpoint"):
-        dcp_load(into, checkpoint_id=entry.path, process_group=group)
+        dcp_load(into, storage_reader=reader, planner=Planner(weights_only), process_group=group)
     return Checkpoint(into, entry.step, entry.path)
 
 
-def _newest_whole(root: Path, ranks: Ranks) -> folders.Entry | None:
+def _newest_whole(root: str | os.PathLike[str], ranks: Ranks) -> folders.Entry | None:
     """Return the newest checkpoint that is whole; None if there is none at all. Collective.
 
     Raises:
@@ -84,8 +93,8 @@ def _newest_whole(root: Path, ranks: Ranks) -> folders.Entry | None:
     known, error = [], None
     if ranks.rank == 0:
         try:
-            known = folders.entries(root)
-        except OSError as failure:
+            known = folders.entries(Path(root))
+        except Exception as failure:
             error = failure
     raise_together(ranks, error, "look for checkpoints")
     damaged: list[str] = []

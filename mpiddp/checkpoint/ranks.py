@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from mpiddp.checkpoint.trees import leaves, map_leaves
 
-__all__ = ["Ranks", "raise_together"]
+__all__ = ["Ranks", "raise_together", "raise_told", "told_of"]
 
 # Smaller tensors travel with the pickled rest of the state.
 _LARGE = 1 << 16
@@ -135,7 +136,18 @@ def raise_together(ranks: Ranks, error: BaseException | None, what: str) -> None
     Raises:
         RuntimeError: another rank has an error.
     """
-    told = ranks.gather(None if error is None else f"{type(error).__name__}: {error}")
+    raise_told(ranks, error, ranks.gather(told_of(error)), what)
+
+
+def told_of(error: BaseException | None) -> str | None:
+    """Return what other ranks are told of an error. Not collective."""
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def raise_told(
+    ranks: Ranks, error: BaseException | None, told: Sequence[str | None], what: str
+) -> None:
+    """Raise as `raise_together`, where all ranks have gathered what is told. Not collective."""
     if error is not None:
         raise error
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import contextlib
+import operator
 import os
 import shutil
 import sys
@@ -12,15 +13,17 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from mpiddp.checkpoint import folders
-from mpiddp.checkpoint.ranks import Ranks, raise_together
+from mpiddp.checkpoint.output import Output
+from mpiddp.checkpoint.ranks import Ranks, raise_together, raise_told, told_of
 from mpiddp.checkpoint.sharded import dcp_failures, is_sharded
 from mpiddp.checkpoint.trees import Copier
+from mpiddp.checkpoint.writer_lock import only_writer
 from mpiddp.torch_internals.group_twins import twin_of
 
 __all__ = ["async_save", "save", "write"]
@@ -95,7 +98,7 @@ def save(
             it is a dict on all ranks, written by `torch.distributed.checkpoint.save`.
         root: a folder that all ranks see under this name, made where it is missing. For a state
             that is not sharded only the first rank needs it.
-        step: returned by `load`; the same on all ranks.
+        step: an int, returned by `load`; the same on all ranks.
         keep: how many checkpoints stay, this one included; the oldest go.
         group: the ranks that save together; default: all.
 
@@ -103,18 +106,20 @@ def save(
         the checkpoint's folder.
 
     Raises:
-        OSError: the first rank could not write, such as on a full disk.
+        BlockingIOError: another process is saving into `root`.
+        OSError: this rank could not write, such as on a full disk.
         RuntimeError: another rank could not; ranks gave other steps; the last `async_save` failed.
+        TypeError: `step` is no int.
         ValueError: `keep` is less than 1.
     """
     ranks = Ranks(group)
-    sharded = _agree(ranks, state, step, keep)
+    place, sharded = _agree(ranks, state, root, step, keep)
     if sharded:
-        return _save_sharded(state, Path(root), step, keep, group)
+        return _save_sharded(state, *place, group)
     path, error = None, None
     if ranks.rank == 0:
         try:
-            path = write(state, Path(root), step, keep)
+            path = write(state, *place)
         except Exception as failure:
             error = failure
     raise_together(ranks, error, "save a checkpoint")
@@ -147,12 +152,21 @@ def async_save(
         the first. ``result()`` raises what went wrong.
 
     Raises:
-        RuntimeError: ranks gave other steps, or the last asynchronous save has failed.
+        RuntimeError: ranks gave other steps, the last asynchronous save has failed, or another
+            rank could not copy its state.
+        TypeError: `step` is no int.
         ValueError: `keep` is less than 1.
     """
     global _background, _last
     ranks = Ranks(group)
-    sharded = _agree(ranks, state, step, keep)
+    place, sharded = _agree(ranks, state, root, step, keep)
+    copy, error = None, None
+    if sharded or ranks.rank == 0:
+        try:
+            copy = Copier().copied(state)
+        except Exception as failure:
+            error = failure
+    raise_together(ranks, error, "copy the state")
     if _background is None:
         atexit.register(_say_at_exit)
         _background = concurrent.futures.ThreadPoolExecutor(1, "mpiddp checkpoint")
@@ -163,36 +177,54 @@ def async_save(
             whole = dist.group.WORLD if group is None else group
             assert whole is not None
             twin = twin_of(whole)
-        arguments = Copier().copied(state), Path(root), step, keep, twin
-        _background.submit(saving.run, _save_sharded, *arguments)
+        _background.submit(saving.run, _save_sharded, copy, *place, twin)
     elif ranks.rank == 0:
-        _background.submit(saving.run, write, Copier().copied(state), Path(root), step, keep)
+        _background.submit(saving.run, write, copy, *place)
     else:
         saving.set_result(None)
     _last = saving
     return saving
 
 
-def _agree(ranks: Ranks, state: Any, step: int, keep: int) -> bool:
-    """Return whether the state is sharded, once the last asynchronous save has ended. Collective.
+class _Place(NamedTuple):
+    """Where a state goes, and what stays there."""
+
+    root: Path
+    step: int
+    keep: int
+
+
+def _agree(
+    ranks: Ranks, state: Any, root: str | os.PathLike[str], step: int, keep: int
+) -> tuple[_Place, bool]:
+    """Return where to save, and whether the state is sharded, when the last save has ended.
+
+    Collective. The last save is the last asynchronous one.
 
     Raises:
-        RuntimeError: ranks differ, or that save has failed.
+        RuntimeError: ranks differ, that save has failed, or another rank's arguments are wrong.
+        TypeError: an argument is no int, or no path.
         ValueError: `keep` is less than 1.
     """
     global _last
-    if keep < 1:
-        raise ValueError(f"keep must be 1 or more, not {keep}")
-    last, _last = _last, None
+    place, error = _Place(Path(), 0, 1), None
+    try:
+        place = _Place(Path(root), folders.as_step(step), operator.index(keep))
+        if keep < 1:
+            raise ValueError(f"keep must be 1 or more, not {keep}")
+    except (TypeError, ValueError) as wrong:
+        error = wrong
     failure = None
-    if last is not None:
-        failure = last.exception()  # once it has ended
-    sharded = is_sharded(state)
-    told = ranks.gather((step, sharded, None if failure is None else repr(failure)))
-    failed = [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(told) if text]
+    if _last is not None:
+        failure = _last.exception()  # once it has ended
+    own = place.step, is_sharded(state), told_of(failure)
+    told = ranks.gather((*own, told_of(error)))
+    raise_told(ranks, error, [text for *_, text in told], "save a checkpoint")
+    _last = None
+    failed = [f"rank {rank}: {text}" for rank, (_, _, text, _) in enumerate(told) if text]
     if failed:
         raise RuntimeError(f"the last asynchronous save has failed: {failed[0]}") from failure
-    for rank, (its_step, its_sharded, _) in enumerate(told):
+    for rank, (its_step, its_sharded, *_) in enumerate(told):
         if its_step != told[0][0]:
             raise RuntimeError(f"rank 0 saves step {told[0][0]}, rank {rank} step {its_step}")
         if its_sharded != told[0][1]:
@@ -200,21 +232,27 @@ def _agree(ranks: Ranks, state: Any, step: int, keep: int) -> bool:
                 f"the state has sharded tensors on rank {rank if its_sharded else 0}, but not on "
                 f"rank {0 if its_sharded else rank}"
             )
-    return sharded
+    return place, told[0][1]
 
 
 def write(state: Any, root: Path, step: int, keep: int) -> Path:
-    """Save a state by this process alone. Not collective."""
-    writing = folders.begin(root, step)
-    try:
-        file = writing / folders.STATE
-        torch.save(state, file)
-        folders.sync(file)
-        path = folders.finish(writing, {file.name: folders.sha256(file)})
-    except BaseException:
-        shutil.rmtree(writing, ignore_errors=True)
-        raise
-    folders.prune(root, keep)
+    """Save a state by this process alone. Not collective.
+
+    Raises:
+        OSError: there is no space; or another process is saving there.
+    """
+    with only_writer(root):
+        writing = folders.begin(root, step)
+        try:
+            with open(writing / folders.STATE, "xb") as file:
+                torch.save(state, Output(file))
+                file.flush()
+                os.fsync(file.fileno())
+            path = folders.finish(writing, {folders.STATE: folders.sha256(Path(file.name))})
+        except BaseException:
+            shutil.rmtree(writing, ignore_errors=True)
+            raise
+        folders.prune(root, keep)
     return path
 
 
@@ -224,24 +262,28 @@ def _save_sharded(
     """Save each rank's shards. Collective."""
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+    from mpiddp.checkpoint.shard_files import Writer
+
     ranks = Ranks(group)
-    writing, error = None, None
-    if ranks.rank == 0:
-        try:
-            writing = folders.begin(root, step)
-        except OSError as failure:
-            error = failure
-    raise_together(ranks, error, "save a checkpoint")
-    writing = ranks.from_first(writing)
-    assert writing is not None
-    try:
-        with dcp_failures(ranks, "save a checkpoint"):
-            dcp_save(state, checkpoint_id=writing, process_group=group)
-        return _finish_together(root, writing, keep, ranks)
-    except BaseException:
+    with contextlib.ExitStack() as held:
+        writing, error = None, None
         if ranks.rank == 0:
-            shutil.rmtree(writing, ignore_errors=True)
-        raise
+            try:
+                held.enter_context(only_writer(root))
+                writing = folders.begin(root, step)
+            except Exception as failure:
+                error = failure
+        raise_together(ranks, error, "save a checkpoint")
+        writing = ranks.from_first(writing)
+        assert writing is not None
+        try:
+            with dcp_failures(ranks, "save a checkpoint"):
+                dcp_save(state, storage_writer=Writer(writing), process_group=group)
+            return _finish_together(root, writing, keep, ranks)
+        except BaseException:
+            if ranks.rank == 0:
+                shutil.rmtree(writing, ignore_errors=True)
+            raise
 
 
 def _finish_together(root: Path, writing: Path, keep: int, ranks: Ranks) -> Path:
@@ -251,7 +293,7 @@ def _finish_together(root: Path, writing: Path, keep: int, ranks: Ranks) -> Path
         for name in _files_of(writing, ranks.rank):
             folders.sync(writing / name)
             sums[name] = folders.sha256(writing / name)
-    except OSError as failure:
+    except Exception as failure:
         error = failure
     raise_together(ranks, error, "save a checkpoint")
     everyones = ranks.gather(sums)
@@ -259,7 +301,7 @@ def _finish_together(root: Path, writing: Path, keep: int, ranks: Ranks) -> Path
         try:
             path = folders.finish(writing, {n: s for each in everyones for n, s in each.items()})
             folders.prune(root, keep)
-        except OSError as failure:
+        except Exception as failure:
             error = failure
     raise_together(ranks, error, "save a checkpoint")
     named: Path = ranks.from_first(path)

@@ -6,6 +6,7 @@ reads them. What a rank needs and its node has not comes from a node that has it
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -22,11 +22,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from mpiddp.checkpoint import folders
 from mpiddp.checkpoint.node_copies import Memories, Part, move
 from mpiddp.checkpoint.ranks import Ranks, raise_together
+from mpiddp.checkpoint.shard_files import METADATA, Planner, Reader, Refused, Writer, read_metadata
 from mpiddp.checkpoint.sharded import dcp_failures
+from mpiddp.checkpoint.writer_lock import only_writer
 
 __all__ = ["Found", "newest", "read_shards", "write_shards"]
 
-_METADATA = ".metadata"
 _READING = ".reading-"
 
 
@@ -43,29 +44,33 @@ def write_shards(
         ranks: of the group.
         group: whose ranks these are; nothing else uses it meanwhile.
     """
-    writing: Path | None = None
 
     def begin() -> Path | None:
-        return folders.begin(root, step) if memories.first else None
+        if not memories.first:
+            return None
+        lock.enter_context(only_writer(root))
+        return folders.begin(root, step)
 
-    begun = ranks.gather(_together(ranks, begin))
-    writing = begun[memories.members[0]]
-    assert writing is not None
-    try:
-        writer = FileSystemWriter(writing, sync_files=False)
-        with dcp_failures(ranks, "make a snapshot"):
-            dcp_save(state, storage_writer=writer, process_group=group)
-        _copy_to_next(writing, memories, ranks)
-        sums = ranks.gather(_together(ranks, lambda: _sums(writing, memories, ranks)))
-        if memories.first:
-            own = {name: digest for rank in memories.members for name, digest in sums[rank].items()}
-        _together(ranks, lambda: folders.finish(writing, own) if memories.first else None)
-    except BaseException:
-        if memories.first:
-            shutil.rmtree(writing, ignore_errors=True)
-        raise
-    # Not before all have the new one: till then the old one is the only whole one.
-    _together(ranks, lambda: folders.prune(root, keep=1) if memories.first else None)
+    with contextlib.ExitStack() as lock:
+        begun = ranks.gather(_together(ranks, begin))
+        writing: Path | None = begun[memories.members[0]]
+        assert writing is not None
+        try:
+            with dcp_failures(ranks, "make a snapshot"):
+                dcp_save(
+                    state, storage_writer=Writer(writing, sync_files=False), process_group=group
+                )
+            _copy_to_next(writing, memories, ranks)
+            sums = ranks.gather(_together(ranks, lambda: _sums(writing, memories, ranks)))
+            if memories.first:
+                own = {name: text for rank in memories.members for name, text in sums[rank].items()}
+            _together(ranks, lambda: folders.finish(writing, own) if memories.first else None)
+        except BaseException:
+            if memories.first:
+                shutil.rmtree(writing, ignore_errors=True)
+            raise
+        # Not before all have the new one: till then the old one is the only whole one.
+        _together(ranks, lambda: folders.prune(root, keep=1) if memories.first else None)
 
 
 def _together(ranks: Ranks, function: Callable[[], Any]) -> Any:
@@ -73,7 +78,7 @@ def _together(ranks: Ranks, function: Callable[[], Any]) -> Any:
     value, error = None, None
     try:
         value = function()
-    except OSError as failure:
+    except Exception as failure:
         error = failure
     raise_together(ranks, error, "make a snapshot")
     return value
@@ -86,7 +91,7 @@ def _files_of(writing: Path, rank: int) -> list[Path]:
 
 def _copy_to_next(writing: Path, memories: Memories, ranks: Ranks) -> None:
     """Give every node the list of all shards, and the next one this node's. Collective."""
-    metadata = writing / _METADATA
+    metadata = writing / METADATA
     content = ranks.from_first(metadata.read_bytes() if ranks.rank == 0 else None)
     _together(
         ranks,
@@ -137,14 +142,23 @@ class _Held(NamedTuple):
     problem: str
 
 
-def newest(root: Path, memories: Memories, ranks: Ranks) -> Found | None:
-    """Return the newest snapshot of which every shard is on some node. Collective."""
+def newest(root: Path, memories: Memories, ranks: Ranks, weights_only: bool) -> Found | None:
+    """Return the newest snapshot of which every shard is on some node. Collective.
+
+    Raises:
+        pickle.UnpicklingError: one holds what `weights_only` does not allow.
+    """
     share, shares = memories.members.index(ranks.rank), len(memories.members)
-    held = [
-        _held(entry.path, entry.step, share, shares)
-        for entry in folders.entries_of_user(root)
-        if entry.sharded
-    ]
+    held, error = [], None
+    try:
+        held = [
+            _held(entry.path, entry.step, share, shares, weights_only)
+            for entry in folders.entries_of_user(root)
+            if entry.sharded
+        ]
+    except Exception as failure:
+        error = failure
+    raise_together(ranks, error, "look for snapshots")
     everyones = ranks.gather((memories.members[0], held))
     damaged = {(node, each.key) for node, those in everyones for each in those if each.problem}
     whole: dict[tuple[int, str], list[tuple[int, _Held]]] = {}
@@ -162,28 +176,38 @@ def newest(root: Path, memories: Memories, ranks: Ranks) -> Found | None:
             own = next((each.path for rank, each in whole[key] if rank == ranks.rank), None)
             metadata = None
             if ranks.rank == first:
-                metadata = FileSystemReader(known.path).read_metadata()
+                metadata = read_metadata(known.path, weights_only)
             return Found(key[0], known.path, own, holders, ranks.from_rank(first, metadata))
     return None
 
 
-def _held(path: Path, step: int, share: int, shares: int) -> _Held:
+def _held(path: Path, step: int, share: int, shares: int, weights_only: bool) -> _Held:
     problem = folders.verify(path, share, shares)
     files: frozenset[str] = frozenset()
     needed: frozenset[str] = frozenset()
     digest = ""
     try:
-        digest = folders.sha256(path / _METADATA)
-        data = FileSystemReader(path).read_metadata().storage_data
+        digest = folders.sha256(path / METADATA)
+        data = read_metadata(path, weights_only).storage_data
         needed = frozenset(info.relative_path for info in data.values())
         files = frozenset(each.name for each in path.iterdir())
+    except Refused:
+        problem = problem or folders.verify(path)
+        if not problem:  # it was written so
+            raise
     except Exception as failure:  # whatever unpickling damaged bytes may raise
         problem = problem or f"{type(failure).__name__}: {failure}"
     return _Held((step, digest), path, files, needed, problem)
 
 
 def read_shards(
-    into: dict[str, Any], found: Found, root: Path, memories: Memories, ranks: Ranks, group: Any
+    into: dict[str, Any],
+    found: Found,
+    root: Path,
+    memories: Memories,
+    ranks: Ranks,
+    group: Any,
+    weights_only: bool,
 ) -> None:
     """Fill a state, also of another number of ranks than wrote it. Collective.
 
@@ -195,6 +219,7 @@ def read_shards(
         memories: which ranks share a node's memory.
         ranks: of the group.
         group: whose ranks these are.
+        weights_only: see `torch.load`.
     """
     scratch: list[Path] = []
 
@@ -211,21 +236,23 @@ def read_shards(
         _together(ranks, prepare)
         _together(ranks, make)
         with dcp_failures(ranks, "load a snapshot"):
-            dcp_load(into, storage_reader=_Reader(scratch[0], found, ranks), process_group=group)
+            dcp_load(
+                into,
+                storage_reader=_Reader(scratch[0], found, ranks),
+                planner=Planner(weights_only),
+                process_group=group,
+            )
     finally:
         for path in scratch:
             shutil.rmtree(path, ignore_errors=True)
 
 
-class _Reader(FileSystemReader):
+class _Reader(Reader):
     """Reads from a folder that has links to this node's files, and parts of others' files."""
 
     def __init__(self, scratch: Path, found: Found, ranks: Ranks) -> None:
-        super().__init__(scratch)
+        super().__init__(scratch, found.metadata)
         self._scratch, self._found, self._ranks = scratch, found, ranks
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._found.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         found, ranks = self._found, self._ranks

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from mpiddp.checkpoint import folders
 from mpiddp.checkpoint.loading import Checkpoint
-from mpiddp.checkpoint.ranks import Ranks
+from mpiddp.checkpoint.ranks import Ranks, raise_together
 from mpiddp.checkpoint.saving import write
 from mpiddp.checkpoint.sharded import is_sharded
 from mpiddp.checkpoint.trees import Copier
@@ -57,6 +57,14 @@ def _look_at_exit() -> None:
         )
 
 
+def _user() -> str:
+    """Return the user's name, or the number of one that has none, as in containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # OSError since Python 3.13
+        return str(os.getuid())
+
+
 class Snapshots:
     """Keeps snapshots of a training in node memory, as often as they cost next to nothing.
 
@@ -85,7 +93,7 @@ class Snapshots:
             raise ValueError("give the training a name: it is not a job of SLURM")
         if not 0 < share <= 1:
             raise ValueError(f"share must be more than 0 and at most 1, not {share}")
-        self._root = Path(folder) / f"mpiddp-snapshots-{getpass.getuser()}-{name}"
+        self._root = Path(folder) / f"mpiddp-snapshots-{_user()}-{name}"
         self._share = share
         self._thread = ThreadPoolExecutor(1, "mpiddp snapshots")
         self._copier = Copier()
@@ -115,7 +123,7 @@ class Snapshots:
             state: returns what `mpiddp.checkpoint.save` takes. It is called where a snapshot is
                 made, and once on each rank; not at the same step on all, so it must not
                 communicate (FSDP2's `state_dict` does not).
-            step: returned by `load`.
+            step: an int, returned by `load`.
 
         Returns:
             whether a snapshot was begun here: one rank of each node makes them; all ranks where the
@@ -124,7 +132,9 @@ class Snapshots:
         Raises:
             OSError: the last snapshot could not be written, such as for want of memory.
             RuntimeError: that is so on another rank, where the state is sharded.
+            TypeError: `step` is no int.
         """
+        step = folders.as_step(step)
         if self._sharded is None:
             self._sharded = is_sharded(state())
             if self._sharded:
@@ -197,6 +207,7 @@ class Snapshots:
 
         Raises:
             TypeError: the snapshot is sharded, and `into` was not given.
+            pickle.UnpicklingError: it holds objects that ``weights_only=True`` does not allow.
         """
         ranks = Ranks(group)
         mine = self._newest() if self._writes else None
@@ -208,7 +219,8 @@ class Snapshots:
             if entry is not None
         ]
         if any(each for _, each in told):
-            loaded = self._load_shards(into, max(known)[0] if known else None, ranks, group)
+            after = max(known)[0] if known else None
+            loaded = self._load_shards(into, after, ranks, group, weights_only)
             if loaded is not None:
                 return loaded
         if not known:
@@ -223,18 +235,22 @@ class Snapshots:
         after: int | None,
         ranks: Ranks,
         group: dist.ProcessGroup | None,
+        weights_only: bool,
     ) -> Checkpoint | None:
         """Load a sharded snapshot, if there is one of a later step. Collective."""
         from mpiddp.checkpoint.node_copies import Memories
         from mpiddp.checkpoint.shard_snapshots import newest, read_shards
 
         memories = Memories(self._root.parent, ranks)
-        found = newest(self._root, memories, ranks)
+        found = newest(self._root, memories, ranks, weights_only)
         if found is None or (after is not None and found.step <= after):
             return None
+        error = None
         if into is None:
-            raise TypeError(f"{found.path} is sharded: give a state to fill, load(into=state)")
-        read_shards(into, found, self._root, memories, ranks, group)
+            error = TypeError(f"{found.path} is sharded: give a state to fill, load(into=state)")
+        raise_together(ranks, error, "load a snapshot")
+        assert into is not None
+        read_shards(into, found, self._root, memories, ranks, group, weights_only)
         return Checkpoint(into, found.step, found.path)
 
     def wait(self) -> None:

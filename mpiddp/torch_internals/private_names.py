@@ -303,6 +303,18 @@ PRIVATE_NAMES = [
         "the same first bucket as torch's class",
     ),
     *_names(
+        "torch.distributed.checkpoint.filesystem.",
+        "_StorageInfo",
+        "checkpoint/shard_files",
+        "where a shard lies, in lists of shards that are read without running code",
+    ),
+    *_names(
+        "torch.serialization.",
+        "_get_layout",
+        "checkpoint/shard_files",
+        "what a tensor's layout is pickled as, in those lists",
+    ),
+    *_names(
         "torch.distributed.distributed_c10d.",
         "_FR_SELF_RECORDING_BACKENDS",
         "torch_internals/versions",
