@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from array import array
@@ -34,6 +35,8 @@ class _Notice:
         self.announced = False  # whether `requested` has said so, on all ranks
         world.add_companion(self)
         self._before: dict[int, Any] = {}
+        self._process_id = os.getpid()
+        _let_children_end()
         for number in signals:
             self._before[number] = signal.signal(number, self._handle)
         if _heard_before_a_loss:
@@ -82,10 +85,29 @@ class _Notice:
             self._agreement.want()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._want()
         before = self._before.get(number)
+        is_child = os.getpid() != self._process_id  # whose handler calls this one
+        if not is_child:
+            self._want()
         if callable(before):
             before(number, frame)
+        elif is_child and before is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    @property
+    def signals(self) -> set[int]:
+        """Those that are taken. Not collective."""
+        return set(self._before)
+
+    def forget_in_child(self) -> None:
+        """Let the signals do in a forked process what they did before. Not collective."""
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._handle:
+                # A handler may be for its process alone, as the runner's is.
+                again = getattr(before, "in_children", before)
+                # None: it was set outside of Python, and cannot be set again from here.
+                signal.signal(number, signal.SIG_DFL if again is None else again)
 
     def _forget(self) -> None:
         global _notice
@@ -119,6 +141,34 @@ class _Announced:
     def leave(self) -> None:
         global _announced
         _announced = None
+
+
+_lets_children_end = False
+
+
+def _let_children_end() -> None:
+    """From now on forked processes, such as those of a Pool, have the handlers from before.
+
+    Till a child has them the signals are blocked: one that came would be taken, and lost.
+    """
+    global _lets_children_end
+    if _lets_children_end:
+        return
+    _lets_children_end = True
+    mask = threading.local()
+
+    def block() -> None:
+        mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, _notice.signals if _notice else ())
+
+    def restore() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask.before)
+
+    def forget() -> None:
+        if _notice is not None:
+            _notice.forget_in_child()
+        restore()
+
+    os.register_at_fork(before=block, after_in_parent=restore, after_in_child=forget)
 
 
 _notice: _Notice | None = None

@@ -143,6 +143,9 @@ class JobExit:
             abort_job(_TERMINATED)
             os._exit(_TERMINATED)  # MPI was finalised already
 
+    # For who replaces the handler, as mpiddp.preemption does, and gives children the one before.
+    _terminate.in_children = signal.SIG_DFL  # type: ignore[attr-defined]
+
     def _at_exit(self) -> None:
         if os.getpid() != self._process_id:
             return
