@@ -61,7 +61,8 @@ mpiddp.destroy_process_group()
 
 
 @pytest.mark.essential(keep=1)
-@pytest.mark.timeout(150)
+@pytest.mark.thorough(keep=4)
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("runner", [False, True])
 @pytest.mark.parametrize(
     ("what", "before"),
@@ -77,6 +78,6 @@ def test_they_end(what: str, before: str, runner: bool, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = ["-m", "mpiddp"] if runner else []
-    done = mpirun.run(2, [*command, script, what, before], timeout=patience.enough(30))
+    done = mpirun.run(2, [*command, script, what, before], timeout=patience.enough(60))
     assert done.returncode == 0, done.stderr
     assert "the end" in done.stdout
