@@ -145,7 +145,7 @@ class ContextGradients:
         """Have a hook on the node of each parameter, which is another after `module.to()`."""
         for index, parameter in enumerate(self._reducer.parameters):
             node = accumulating_node(parameter)
-            if node is not self._nodes[index]:
+            if node is not None and node is not self._nodes[index]:
                 self._nodes[index] = node
                 node.register_hook(_make_hook(weakref.ref(self), index))
 

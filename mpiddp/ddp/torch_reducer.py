@@ -13,13 +13,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from mpiddp.reducer import bucket_progress, static_graph
+from mpiddp.ddp.second_backward import SecondBackward
+from mpiddp.reducer import bucket_progress, static_graph, unused
+from mpiddp.reducer.backward_kinds import accumulates
+from mpiddp.reducer.errors import raise_second_backward
 from mpiddp.reducer.reducer import Reducer
 from mpiddp.torch_internals.compiler import skip_compilation
 from mpiddp.torch_internals.profiling import BucketEvents, is_profiling, searching_unused_parameters
 
 if TYPE_CHECKING:
     from mpiddp.ddp.grad_bucket import GradBucket
+    from mpiddp.ddp.kept_parameters import KeptParameters
     from mpiddp.ddp.logger import Logger
     from mpiddp.ddp.mixed_precision import NarrowParameters
     from mpiddp.ddp.python_hook import PythonHook
@@ -51,8 +55,14 @@ class TorchReducer(Reducer):
     number: int
     module_name: str
     narrow_parameters: NarrowParameters  # only in mixed precision on the CPU
+    kept: KeptParameters | None = None  # None: it has no hooks any more
     _unused_before: Sequence[int] | None = None
     _unused_changed = False
+    # What static_graph.pyx calls learning.
+    _learning = False
+    # The graph task in which this backward has reached an output of the module; -1: none yet.
+    _began_in = -1
+    _second_backward: SecondBackward | None = None
 
     def compress(self, dtype: torch.dtype | None) -> None:
         """Let float32 and float64 gradients travel as `dtype`, see Note [Compression].
@@ -98,6 +108,7 @@ class TorchReducer(Reducer):
     @_notes_errors
     def prepare_for_forward(self) -> None:
         """Begin an iteration whose gradients are to be reduced, as in `Reducer`."""
+        self._allow_backward()
         if self.ends_by_hand and self.expecting and self.next_bucket == len(self.buckets):
             raise RuntimeError(
                 f"rank {self.process_group.rank()}: the last backward was not finalized. With "
@@ -106,10 +117,17 @@ class TorchReducer(Reducer):
             )
         super().prepare_for_forward()
 
-    _rebuild_buckets = _notes_errors(Reducer._rebuild_buckets)
+    @_notes_errors
+    def _rebuild_buckets(self) -> bool:
+        """Lay the buckets out again, or report what was missing, as in `Reducer`. Collective."""
+        self._allow_backward()
+        return super()._rebuild_buckets()
 
     def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
         """Expect a backward whose gradients are to be reduced, as in `Reducer`."""
+        if self.kept is not None:
+            self.kept.check()
+        self._began_in = -1
         self.profile = None
         if self.process_group.shows_calls and self.python_hook is None:
             from mpiddp.ddp.shown_buckets import ShownBuckets  # which would initialise MPI
@@ -123,14 +141,66 @@ class TorchReducer(Reducer):
         with searching_unused_parameters(self.find_unused_parameters):
             super().prepare_for_backward(outputs)
 
-    end_of_backward = _notes_errors(Reducer.end_of_backward)
+    @_notes_errors
+    def _backward_begins(self, gradient: torch.Tensor) -> None:
+        """Note where backward reaches an output of the module, as in `Reducer`. Not collective.
+
+        Raises:
+            RuntimeError: it is the second one of a forward, and reaches other parameters.
+        """
+        if not self.expecting:
+            self._refuse_late_gradients()
+        elif not self.static_graph or any(p.requires_grad for p in self.parameters):
+            super()._backward_begins(gradient)
+            if self.callback_queued and self._began_in < 0:
+                self._began_in = torch._C._current_graph_task_id()
+
+    def _refuse_late_gradients(self) -> None:
+        if not self.reductions:
+            return
+        late = [
+            index
+            for index, parameter in enumerate(self.parameters)
+            if not (self.expect_sparse[index] or self.was_used_anywhere(index))
+            and accumulates(parameter)
+        ]
+        if late:
+            raise_second_backward(late, self.process_group.rank(), self.describe_parameter)
+
+    @_notes_errors
+    def end_of_backward(self) -> None:
+        """Launch what is left, and write the means, as in `Reducer`. Collective.
+
+        Also where the whole backward, from the module's outputs on, was nested in another one.
+        """
+        if self.expecting and self.ready < len(self.parameters):
+            nested = torch._C._current_autograd_node() is not None
+            # A pass within the module's own backward comes after the one that began at its outputs.
+            if not nested or self._began_in >= torch._C._current_graph_task_id():
+                if nested:
+                    (static_graph.learn if self._learning else unused.contribute)(self)
+                self._learning = False
+        super().end_of_backward()
 
     def finish_backward(self) -> None:
         """Wait for the buckets and write the means, as in `Reducer`. Collective."""
         super().finish_backward()
+        if self.missing:
+            self._second_backward = SecondBackward(self)
         if self.find_unused_parameters:
             before, self._unused_before = self._unused_before, self.unused
             self._unused_changed |= before is not None and before != self.unused
+
+    def _remove_autograd_hooks(self) -> None:
+        """Take the hooks off the parameters, as in `Reducer`. Not collective."""
+        self.kept = None
+        self._allow_backward()
+        super()._remove_autograd_hooks()
+
+    def _allow_backward(self) -> None:
+        if self._second_backward is not None:
+            self._second_backward.remove()
+            self._second_backward = None
 
     def _set_manual_finalization_required(self, required: bool) -> None:
         """Leave the end of each backward to `_finalize_backward_manual`, or no longer.
@@ -242,6 +312,7 @@ class TorchReducer(Reducer):
             RuntimeError: there was a forward pass already.
         """
         static_graph.begin(self)
+        self._learning = True
 
     def _run_comm_hook(self, bucket: GradBucket) -> Any:
         """Call the hook for a GradBucket and return its future. Collective if the hook is."""

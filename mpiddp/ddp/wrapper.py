@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C._functorch import peek_interpreter_stack
 from torch.distributed.distributed_c10d import _rank_not_in_group
 from torch.nn.parallel.distributed import (
     _cast_buffers,
@@ -28,6 +29,7 @@ from mpiddp.ddp import arguments as argument_checks
 from mpiddp.ddp import distributed_autograd, hooks, optimizer_in_backward
 from mpiddp.ddp.groups import group_of, is_communicator
 from mpiddp.ddp.hook_registration import HookRegistration
+from mpiddp.ddp.kept_parameters import KeptParameters, link_hooks
 from mpiddp.ddp.logger import Logger, logs_errors
 from mpiddp.ddp.mixed_precision import NarrowParameters, compression_of, gradient_dtypes
 from mpiddp.ddp.state_copies import StateCopies
@@ -283,6 +285,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
                 ],
                 self._precision_on_cpu.param_dtype,
             )
+        link_hooks(parameters)
         try:
             self.reducer = TorchReducer(
                 parameters,
@@ -303,6 +306,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
             raise
         weakref.finalize(self.reducer, group.release_channels, channels).atexit = False
         group.modules.add(self.reducer, type(self.module).__name__)
+        self.reducer.kept = KeptParameters(self.module, parameters, names.describe, group.rank())
         self.reducer.passes = ForwardPasses()
         self.reducer.ends_by_hand = self._require_manual_backward_finalization
         self.logger = Logger(self.reducer, limits[-1])
@@ -452,7 +456,8 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
         if self._is_reduced():
             outputs = list(_find_tensors(output))
             self.reducer.passes.end(outputs)
-            if self.static_graph:
+            # The graphs of torch.func's transforms give no parameter a gradient.
+            if self.static_graph and peek_interpreter_stack() is None:
                 self.reducer.watch(outputs)
             if distributed_autograd.may_be_used():
                 distributed_autograd.watch(self.reducer, outputs)

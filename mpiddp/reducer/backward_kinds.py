@@ -19,20 +19,23 @@ import torch
 __all__ = ["accumulates", "accumulating_node", "adds_to_gradients"]
 
 
-def accumulating_node(parameter: torch.Tensor) -> torch.autograd.graph.Node:
-    """Return the node of the graph that accumulates the gradient of a parameter."""
+def accumulating_node(parameter: torch.Tensor) -> torch.autograd.graph.Node | None:
+    """Return the node of the graph that accumulates the gradient of a parameter.
+
+    None for one that needs no gradient, and within transforms of torch.func.
+    """
     with torch.enable_grad():
         graph = parameter.expand_as(parameter).grad_fn
-    assert graph is not None
-    node = graph.next_functions[0][0]
-    assert node is not None
-    return node
+    return None if graph is None else graph.next_functions[0][0]
 
 
 def accumulates(parameter: torch.Tensor) -> bool:
     """Return whether this backward pass adds to ``parameter.grad``. Not collective."""
+    node = accumulating_node(parameter)
+    if node is None:
+        return False
     try:
-        return torch._C._will_engine_execute_node(accumulating_node(parameter))
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError as error:
         # The gradient is captured. Other errors say nothing: compiled autograd cannot tell.
         return "autograd.grad" not in str(error)

@@ -176,6 +176,30 @@ def raise_used_again(parameter: str, static_graph: bool, skipped: bool) -> NoRet
     )
 
 
+def raise_second_backward(
+    parameters: Sequence[int], rank: int, describe_parameter: Callable[[int], str]
+) -> NoReturn:
+    """Raise for a backward after the one whose gradients were averaged. Not collective.
+
+    Args:
+        parameters: indices of those that got no gradient in the first one.
+        rank: this one.
+        describe_parameter: returns the name and shape of a parameter.
+
+    Raises:
+        RuntimeError: always.
+    """
+    shown = ", ".join(describe_parameter(index) for index in parameters[:_SHOWN])
+    more = f" and {len(parameters) - _SHOWN} more" if len(parameters) > _SHOWN else ""
+    raise RuntimeError(
+        f"Expected to mark a variable ready only once. rank {rank}: this is a second backward pass "
+        f"after one forward of the wrapped module. The first one was averaged over the ranks "
+        f"without gradients for {shown}{more}, and what this one adds would not be averaged. Add "
+        f"the losses and call backward once; or call forward for each of them, and pass "
+        f"find_unused_parameters=True to DistributedDataParallel."
+    )
+
+
 def raise_other_kind(parameter: str, gradient: torch.Tensor, expected: torch.dtype) -> NoReturn:
     """Raise for a gradient that does not fit into its place. Not collective.
 

@@ -53,7 +53,8 @@ PRIVATE_NAMES = [
     *_names(
         "torch._C.",
         "_current_autograd_node",
-        "ddp/distributed_autograd ddp/mixed_precision reducer/backward_kinds reducer/reducer",
+        "ddp/distributed_autograd ddp/mixed_precision ddp/torch_reducer reducer/backward_kinds "
+        "reducer/reducer",
         "whether a backward runs within another one",
     ),
     *_names(
@@ -61,6 +62,12 @@ PRIVATE_NAMES = [
         "_current_graph_task_id",
         "ddp/torch_reducer horovod/optimizer_reducer",
         "whether a backward runs",
+    ),
+    *_names(
+        "torch._C._functorch.",
+        "peek_interpreter_stack",
+        "ddp/wrapper",
+        "whether a forward runs within a transform of torch.func",
     ),
     *_names(
         "torch._C._distributed_autograd.",
@@ -360,7 +367,7 @@ PRIVATE_NAMES = [
     *_names(
         "torch.nn.Parameter.",
         "_post_accumulate_grad_hooks",
-        "reducer/reducer",
+        "ddp/kept_parameters ddp/second_backward reducer/reducer",
         "the order of hooks",
     ),
     *_names(
