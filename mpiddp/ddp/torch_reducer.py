@@ -185,7 +185,7 @@ class TorchReducer(Reducer):
     def finish_backward(self) -> None:
         """Wait for the buckets and write the means, as in `Reducer`. Collective."""
         super().finish_backward()
-        if self.missing:
+        if self.missing and self.kept is not None:  # Horovod's optimizer has several passes
             self._second_backward = SecondBackward(self)
         if self.find_unused_parameters:
             before, self._unused_before = self._unused_before, self.unused
