@@ -41,7 +41,11 @@ class ShardRhythm:
 
     def __init__(self, root: Path, share: float, thread: ThreadPoolExecutor) -> None:
         world = dist.group.WORLD
-        assert world is not None
+        if world is None:
+            raise RuntimeError(
+                "the state has sharded tensors, but there is no process group (any more): make "
+                "snapshots before destroy_process_group()"
+            )
         # Training calls its own collectives meanwhile, and so do asynchronous saves.
         everyone = dist.get_process_group_ranks(world)
         self._group = dist.new_group(everyone)

@@ -107,7 +107,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             raise ValueError(_TOO_FEW)
         factor = self._count_batch()
         if self.track_running_stats and self.running_mean is not None and count:
-            assert self.running_var is not None
+            if self.running_var is None:
+                raise RuntimeError("running_var is None, but running_mean is not")
             _update(self.running_mean, mean, factor)
             _update(self.running_var, variance * (count / (count - 1)), factor)
         normalised = _Normalise.apply(  # type: ignore[no-untyped-call]

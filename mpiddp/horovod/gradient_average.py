@@ -171,8 +171,7 @@ class GradientAverage:
         if self._first is not None:
             self._first.begin_end(self._settings.group)
             self._make_reducer()
-        assert self.reducer is not None
-        self.reducer.finish()
+        self._made_reducer().finish()
         if self._dense is not None:
             self._dense.restore()
 
@@ -211,8 +210,8 @@ class GradientAverage:
             self._submit_zeros()
 
     def _submit_zeros(self) -> None:
-        assert self.reducer is not None
-        joined.begin(self.reducer, self.reducer.divisor)
+        reducer = self._made_reducer()
+        joined.begin(reducer, reducer.divisor)
 
     def shadow(self) -> bool | None:
         """Move that step along. Not collective by itself.
@@ -226,13 +225,21 @@ class GradientAverage:
                 return None
             self._make_reducer()
             self._submit_zeros()
-        assert self.reducer is not None
-        if not joined.is_done(self.reducer):
+        reducer = self._made_reducer()
+        if not joined.is_done(reducer):
             return None
-        joined.finish(self.reducer)
-        nobody = joined.all_joined(self.reducer)
-        self.reducer.resume()
+        joined.finish(reducer)
+        nobody = joined.all_joined(reducer)
+        reducer.resume()
         return nobody
+
+    def _made_reducer(self) -> OptimizerReducer:
+        if self.reducer is None:
+            raise RuntimeError(
+                f"rank {self._settings.group.rank()}: this DistributedOptimizer has no buckets, "
+                f"because they could not be made in an earlier step: make it again"
+            )
+        return self.reducer
 
     def _make_reducer(self) -> None:
         assert self._first is not None

@@ -315,8 +315,13 @@ def sparse_allreduce_async(
 
 
 def _tensor(value: Any) -> Tensor:
-    """Tell the type checker what a compression returns."""
-    assert isinstance(value, Tensor)
+    """Return what the user's compression has returned, if it is a tensor.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"decompress() of a compression must return a tensor, not {value!r}")
     return value
 
 
