@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -232,14 +232,13 @@ class State:
         """Make a snapshot on all nodes if it is time, and agree when to look again. Collective."""
         began = time.monotonic()
         pace = (began - self._looked) / max(self.commits - self._looked_at, 1)
-        of_rank = random_states.packed(self._random), self._of_this_rank()
-        told = Ranks(None).gather((of_rank, snapshots.due_in(), pace, self._looking))
+        packed = random_states.packed(self._random)
+        told = Ranks(None).gather((packed, snapshots.due_in(), pace, self._looking))
         of_ranks, due, paces, looking = zip(*told, strict=True)
         seconds = max(*due, max(looking) / _LOOKING)
         if max(due) == 0:
-            packed, others = zip(*of_ranks, strict=True)
-            random = {_RANDOM: list(packed)}
-            snapshots.step(lambda: self._united(self._everything(), others) | random, self.commits)
+            random = {_RANDOM: list(of_ranks)}
+            snapshots.step(lambda: self._everything() | random, self.commits)
         # Not much farther than last time: the first steps say little of how long one takes.
         most = 2 * (self.commits - self._looked_at)
         apart = min(max(math.ceil(seconds / max(*paces, 1e-6)), 1), max(most, 1))
@@ -256,13 +255,6 @@ class State:
 
     def _arrive(self) -> None:
         """Make what belongs to the new world, before `sync`. Collective."""
-
-    def _of_this_rank(self) -> Any:
-        """Return what only this rank knows of the state, for `_united`. Not collective."""
-
-    def _united(self, everything: dict[str, Any], of_ranks: Sequence[Any]) -> dict[str, Any]:
-        """Return this rank's `_everything` with what all ranks know. Not collective."""
-        return everything
 
     def _check_whole(self) -> None:
         if is_sharded(self._everything()):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from mpiddp.checkpoint.ranks import Ranks
 from mpiddp.elastic import random_states, running
 from mpiddp.elastic.state import State
 from mpiddp.horovod import world
@@ -78,33 +77,11 @@ class TorchState(State):
     def sync(self) -> None:
         """Give all ranks the state of the one that has come farthest. Collective.
 
-        What any rank's `ElasticSampler` has recorded is recorded on all.
-
         Raises:
             RuntimeError: see `mpiddp.elastic.State.sync`.
         """
         self._note()
-        recorded = Ranks(None).gather(self._of_this_rank())
         super().sync()
-        self._take(self._united({}, recorded))
-        self._note()
-
-    def _samplers(self) -> dict[str, ElasticSampler]:
-        parts = {name: getattr(self, name) for name in self._names}
-        return {name: part for name, part in parts.items() if isinstance(part, ElasticSampler)}
-
-    def _of_this_rank(self) -> dict[str, list[int]]:
-        return {name: sampler.processed_indices for name, sampler in self._samplers().items()}
-
-    def _united(
-        self, everything: dict[str, Any], of_ranks: Sequence[dict[str, list[int]]]
-    ) -> dict[str, Any]:
-        """Let all have recorded what any of them has."""
-        united = dict(everything)
-        for name, sampler in self._samplers().items():
-            of_all = set().union(*(theirs[name] for theirs in of_ranks))
-            united[name] = {"epoch": sampler.epoch, "processed_indices": sorted(of_all)}
-        return united
 
     def _leave(self) -> None:
         world.leave_lost_world()
@@ -123,10 +100,10 @@ class TorchState(State):
 
 
 class ElasticSampler(Sampler[int]):
-    """Deals the elements that no rank has processed in this epoch out to the ranks that there are.
+    """Deals the elements that were not processed in this epoch out to the ranks that there are.
 
     Not collective. As Horovod's: call `record_batch` after each batch, and `set_epoch` after each
-    epoch.
+    epoch. It deals in the same order as Horovod 0.28, and each takes the other's states.
 
     Args:
         dataset: its length counts.
@@ -136,61 +113,73 @@ class ElasticSampler(Sampler[int]):
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
-        self.epoch = 0
-        self.processed_indices: list[int] = []
+        self.epoch = self.processed_num = 0
+        self.processed_indices: set[int] = set()  # of a state that does not count, but names them
         self.reset()
 
     def reset(self) -> None:
         """Deal out anew, to the ranks that there are."""
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.num_replicas = dist.get_world_size() if dist.is_initialized() else 1
-        done = set(self.processed_indices)
-        self.remaining_indices = [i for i in range(len(self.dataset)) if i not in done]
+        self.rank, self.num_replicas = _place()
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        left = [index for index in order if index not in self.processed_indices]
+        self.remaining_indices = left[self.processed_num :]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
         self.indices: list[int] = []
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, of which nothing is processed."""
-        self.epoch = epoch
-        self.processed_indices = []
+        self.epoch, self.processed_num, self.processed_indices = epoch, 0, set()
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Note that this rank has processed a batch.
+        """Note that every rank has processed a batch.
 
         Args:
             batch_idx: its number since the loader was asked for batches.
-            batch_size: how many elements each batch has.
+            batch_size: how many elements each rank's batches have.
         """
-        self.record_indices(self.get_indices(batch_idx, batch_size))
-
-    def record_indices(self, indices: Iterable[int]) -> None:
-        """Note that this rank has processed these elements."""
-        self.processed_indices.extend(indices)
-
-    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """Return the elements of a batch of this rank."""
-        return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
+        self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes."""
-        return {"epoch": self.epoch, "processed_indices": list(self.processed_indices)}
+        """Return what `load_state_dict` takes, the same on all ranks."""
+        named = {"processed_indices": sorted(self.processed_indices)}
+        counted = {"epoch": self.epoch, "processed_num": self.processed_num}
+        return counted | named if self.processed_indices else counted
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there, on any number of ranks."""
+        """Go on from there, on any number of ranks.
+
+        A state of Horovod before 0.28 names elements; it is to name those of all ranks.
+
+        Raises:
+            KeyError: the state does not say what was processed.
+        """
+        if "processed_num" not in state_dict and "processed_indices" not in state_dict:
+            raise KeyError(
+                f"a state of an ElasticSampler has processed_num or processed_indices; this one "
+                f"has {', '.join(map(str, state_dict)) or 'nothing'}"
+            )
         self.epoch = state_dict["epoch"]
-        self.processed_indices = list(state_dict["processed_indices"])
+        self.processed_num = state_dict.get("processed_num", 0)
+        self.processed_indices = set(state_dict.get("processed_indices", ()))
         self.reset()
 
     def __iter__(self) -> Iterator[int]:
-        order = self.remaining_indices[:]
-        if self.shuffle:
-            random.Random(self.seed + self.epoch).shuffle(order)
+        order = self.remaining_indices
         # Every rank gets equally many: the first ones are dealt out twice.
-        order += (order * self.num_replicas)[: self.total_size - len(order)]
+        order = order + (order * self.num_replicas)[: self.total_size - len(order)]
         self.indices = order[self.rank : self.total_size : self.num_replicas]
         return iter(self.indices)
 
     def __len__(self) -> int:
         return self.num_samples
+
+
+def _place() -> tuple[int, int]:
+    """Return this process's rank, and how many there are."""
+    if world.is_initialized():
+        return world.rank(), world.size()
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

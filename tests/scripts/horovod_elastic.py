@@ -42,13 +42,20 @@ optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_par
 data = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
 sampler = hvd.elastic.ElasticSampler(range(len(data)))
 loader = torch.utils.data.DataLoader(range(len(data)), SIZE, sampler=sampler)
-state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
-worlds, seen = [], {}
+state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0, seen=[])
+worlds, left, drawn = [], {}, []
 
 
 def adapt() -> None:
     for group in optimizer.param_groups:
         group["lr"] = 0.01 * hvd.size()
+
+
+def commit() -> None:
+    """Note with the state what all ranks have processed since the last commit."""
+    state.seen += itertools.chain(*hvd.allgather_object(drawn))
+    drawn.clear()
+    state.commit()
 
 
 def end() -> None:
@@ -65,6 +72,7 @@ if arguments.options is not None:
 @run
 def train(state):
     worlds.append(hvd.size())
+    drawn.clear()
     while state.epoch < EPOCHS:
         for number, indices in enumerate(loader):
             if (first_rank, state.batch) in LOST:
@@ -74,15 +82,17 @@ def train(state):
             (state.model(rows) - rows.sum(1, keepdim=True)).square().mean().backward()
             state.optimizer.step()
             sampler.record_batch(number, SIZE)
+            drawn.extend(indices.tolist())
             state.batch += 1
             if state.batch % 2 == 0:
-                state.commit()
+                commit()
             if state.batch == GROW_AT and hvd.size() == worlds[0]:
                 mpiddp.elastic.grow(MORE)
-        processed = itertools.chain(*hvd.allgather_object(sampler.processed_indices))
-        left = len(data) - len(set(processed))
-        seen[state.epoch] = left
+        commit()
+        # Those that were dealt out twice, so that every rank has equally many, do not count.
+        left[state.epoch] = len(data) - len(set(state.seen))
         state.epoch += 1
+        state.seen = []
         state.sampler.set_epoch(state.epoch)
         state.commit()
     return hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
@@ -97,7 +107,7 @@ said = {
     "rank": first_rank,
     "worlds": worlds,
     "total": total,
-    "left": seen,
+    "left": left,
     "batches": state.batch,
     "rate": optimizer.param_groups[0]["lr"],
     "bits": digest.hexdigest(),
