@@ -13,7 +13,7 @@
     train(state)
 
 Where the MPI can (Open MPI 5, `mpirun --with-ft ulfm`), the ranks that are left make a new world
-and call the function again, with the state after the last step that was completed. Elsewhere a lost
+and call the function again, with the last commit. Elsewhere a lost
 rank ends the job, and the job that is started again goes on from what `State` has saved.
 
 May import: the leaves, mpi, rendezvous and checkpoint. Must never hide an error that is none of a

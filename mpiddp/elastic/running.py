@@ -14,7 +14,7 @@ from typing import Any, TypeVar, overload
 import torch.distributed as dist
 
 from mpiddp.elastic import recovery
-from mpiddp.elastic.state import State
+from mpiddp.elastic.committed import Committed
 from mpiddp.mpi import losses, uncaught
 from mpiddp.rendezvous import joining, meeting, world
 
@@ -96,7 +96,7 @@ def run(
         )
 
     @functools.wraps(function)
-    def elastic(state: State, *args: Any, **kwargs: Any) -> Any:
+    def elastic(state: Committed, *args: Any, **kwargs: Any) -> Any:
         _know_waits()
         if losses.can_go_on():
             recovery.Watch()
@@ -116,7 +116,7 @@ def run(
                 try:
                     if renewed:
                         state._arrive()
-                    if begun or not state.resume():
+                    if begun or not state._resume():
                         state.sync()
                     begun = True
                     if exceptions_are_losses:
@@ -218,7 +218,7 @@ def _or_end_this_rank(function: Callable[..., Any], *args: Any, **kwargs: Any) -
         os._exit(1)
 
 
-def _clear(state: State) -> None:
+def _clear(state: Committed) -> None:
     """Remove the snapshots when all ranks have returned, unless the job is to be started again."""
     if not state._has_snapshots or world.is_to_end():
         return
@@ -229,7 +229,7 @@ def _clear(state: State) -> None:
 
 
 def _renew(
-    state: State, lost: bool, more: int, replace: bool, min_ranks: int, bring: recovery.Bring
+    state: Committed, lost: bool, more: int, replace: bool, min_ranks: int, bring: recovery.Bring
 ) -> None:
     """Make the new world, and say so. Collective over the ranks that live."""
     began = time.monotonic()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from mpiddp.elastic import random_states, running
-from mpiddp.elastic.state import State
+from mpiddp.elastic.committed import Committed
 from mpiddp.horovod import world
 from mpiddp.horovod.adasum_optimizer import AdasumMethods
 from mpiddp.horovod.optimizer import DistributedMethods
@@ -36,7 +36,7 @@ def run(func: Training) -> Training:
     return wrapped
 
 
-class TorchState(State):
+class TorchState(Committed):
     """The state of a training: a commit copies it, and a loss of ranks goes back to that.
 
     Collective where its methods say so. A `DistributedOptimizer` in it averages over the new ranks
@@ -46,6 +46,9 @@ class TorchState(State):
         model: of torch, or None.
         optimizer: of torch, or a DistributedOptimizer; or None.
         kwargs: samplers, schedulers, and values such as the epoch. Each becomes an attribute.
+
+    Raises:
+        ValueError: a part has the name of a method, or one that begins with an underscore.
     """
 
     def __init__(
@@ -54,10 +57,8 @@ class TorchState(State):
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(keep_copies=True)
-        given = {"model": model, "optimizer": optimizer}
         self._callbacks: list[Callable[[], None]] = []
-        self._hold({name: part for name, part in given.items() if part is not None} | kwargs)
+        self._begin(None, 0, None, {"model": model, "optimizer": optimizer} | kwargs)
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Call these when the number of ranks has changed. Not collective.
@@ -89,7 +90,7 @@ class TorchState(State):
     def _arrive(self) -> None:
         self.restore()
         world.init()
-        for name in self._names:
+        for name in self._keepers:
             part = getattr(self, name)
             if isinstance(part, DistributedMethods | AdasumMethods):
                 part.renew()

@@ -59,45 +59,214 @@ def test_the_one_that_has_come_farthest(farthest):
     with together():
         assert state.step == 2
         assert all_bits(model.state_dict().items()) == mine[ahead]
-        assert state.commits == 2
+        assert state._commits == 2
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer that has Python's numbers in its state."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for parameter in group["params"]:
+                self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
+
+
+def scheduled(seed, kind=Counting):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model.register_buffer("seen", torch.zeros(2), persistent=False)
+    optimizer = kind(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    return elastic.State(
+        model=model, optimizer=optimizer, scheduler=scheduler, epoch=0, rates=[], none=None
+    )
+
+
+def contents(state):
+    """Return all that a state has, as bits and words."""
+    return (
+        all_bits(state.model.state_dict().items()),
+        state.model.seen.tolist(),
+        str(state.optimizer.state_dict()),
+        str(state.scheduler.state_dict()),
+        str((state.epoch, state.rates, state.none)),
+        [parameter.grad for parameter in state.model.parameters()],
+    )
+
+
+def change_everything(state):
+    """Do what a function may do after its last commit, until a loss interrupts it."""
+    step(state)
+    state.scheduler.step()
+    state.epoch += 1
+    state.rates.append(state.scheduler.get_last_lr())
+    state.none = "not any more"
+    state.model.seen += 1
+    with torch.no_grad():
+        state.model[0].weight.data *= 2  # no version counts it
+    state.model(torch.randn(5, 3)).sum().backward()
+
+
+@pytest.mark.essential(keep=1)
+@pytest.mark.parametrize("steps", [2, 0])
+@pytest.mark.parametrize("kind", [Counting, torch.optim.Adam, torch.optim.LBFGS])
+def test_all_parts_go_back_together(kind, steps):
+    state = scheduled(RANK, kind)
+    state.sync()
+
+    def closure():
+        state.optimizer.zero_grad()
+        loss = state.model(torch.ones(5, 3)).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        state.optimizer.step(closure)
+        state.scheduler.step()
+    state.optimizer.zero_grad()
+    state.commit()
+    before = contents(state)
+    if kind is torch.optim.LBFGS:
+        state.optimizer.step(closure)
+    else:
+        change_everything(state)
+    assert contents(state) != before
+    state.restore()
+    with together():
+        assert contents(state) == before
+
+
+@pytest.mark.parametrize("written", ["first", "last", "all"])
+def test_ranks_that_had_begun_to_write(written):
+    """All go on from the last commit, which each of them has."""
+    state = scheduled(1)
+    step(state)
+    state.epoch += 1
+    state.optimizer.zero_grad()
+    state.commit()
+    state.sync()  # each rank has drawn its own
+    before = contents(state)
+    if written == "all" or (0 if written == "first" else SIZE - 1) == RANK:
+        change_everything(state)
+    state.sync()
+    with together():
+        assert contents(state) == before
+    change_everything(state)
+    state.restore()
+    with together():
+        assert contents(state) == before
+
+
+def test_what_state_dict_lacks_is_taken_from_the_farthest():
+    state = scheduled(1)
+    state.sync()
+    state.model.seen += RANK + 1
+    if RANK == SIZE - 1:
+        state.commit()
+    state.sync()
+    with together():
+        assert state.model.seen.tolist() == [SIZE] * 2
+
+
+def test_parameters_added_since_the_commit():
+    """They are gone from the optimizer, as the part of the function that adds them is repeated."""
+    state = scheduled(1)
+    before = contents(state)
+    state.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    state.restore()
+    with together():
+        assert contents(state) == before
+
+
+class Failing:
+    """Something whose state cannot be had."""
+
+    failing = False
+
+    def state_dict(self):
+        if self.failing:
+            raise ValueError("not now")
+        return {"a": 1}
+
+    def load_state_dict(self, state):
+        assert state == {"a": 1}
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nobody else has the state")
-def test_one_that_had_begun_to_write():
-    """It may not be the source, though it has come as far as the others."""
-    model, optimizer = parts(1)
-    state = elastic.State(model=model, optimizer=optimizer)
-    step(state)
-    state.commit()
-    if RANK == 0:
-        with torch.no_grad():
-            model[0].weight.add_(1)
-    assert gather(state.is_clean) == [False] + [True] * (SIZE - 1)
-    expected = gather(all_bits(model.state_dict().items()))[1]
+def test_a_commit_that_has_not_kept_all():
+    state = elastic.State(step=0, part=Failing())
+    state.sync()
+    state.step = RANK
+    state.part.failing = RANK > 0
+    with together():
+        if RANK:
+            with pytest.raises(ValueError, match="not now"):
+                state.commit()
+            assert not state.is_clean
+            with pytest.raises(RuntimeError, match="ended the last commit before it had kept all"):
+                state.restore()
+        else:
+            state.commit()
+    state.part.failing = False
     state.sync()
     with together():
-        assert all_bits(model.state_dict().items()) == expected
-
-
-def test_all_had_begun_to_write():
-    model, optimizer = parts(1)
-    state = elastic.State(model=model, optimizer=optimizer)
-    step(state)
-    with pytest.raises(RuntimeError, match="no rank has the state after a complete step"):
+        assert state.is_clean
+        assert state.step == 0
+    state.part.failing = True
+    with together(), pytest.raises(ValueError, match="not now"):
+        state.commit()
+    state.part.failing = False
+    with together(), pytest.raises(RuntimeError, match="each rank that is left"):
         state.sync()
 
 
-@pytest.mark.essential
-def test_kept_copies():
-    model, optimizer = parts(1)
-    state = elastic.State(model=model, optimizer=optimizer, keep_copies=True)
-    step(state)
+def test_names_of_parts():
+    """A part is the user's, whatever the class counts by itself."""
+    state = elastic.State(commits=5, begin=1, look=2)
+    state.sync()
+    state.commits += 1
     state.commit()
-    before = all_bits(model.state_dict().items()), str(optimizer.state_dict())
-    step(state)
+    state.commits += 1
     state.restore()
     with together():
-        assert (all_bits(model.state_dict().items()), str(optimizer.state_dict())) == before
+        assert (state.commits, state.begin, state.look) == (6, 1, 2)
+        for name in ("commit", "sync", "restore", "resume", "is_clean", "_kept", "_random", "a b"):
+            with pytest.raises(ValueError, match=f"cannot have a part called '{name}'"):
+                elastic.State(**{name: 1})
+
+
+def test_names_of_parts_of_horovod():
+    from mpiddp.horovod.elastic import TorchState
+
+    given = {
+        "commits": 0, "is_clean": 1, "resume": 2, "name": 3, "every": 4, "checkpoints": 5,
+    }  # fmt: skip
+    state = TorchState(**given)
+    state.sync()
+    for _ in range(3):
+        state.commits += 1
+        state.commit()
+    with together():
+        assert {name: getattr(state, name) for name in given} == given | {"commits": 3}
+        assert state.model is state.optimizer is None
+        for name in ("commit", "sync", "restore", "save", "register_reset_callbacks", "_callbacks"):
+            with pytest.raises(ValueError, match=f"TorchState cannot have a part called '{name}'"):
+                TorchState(**{name: 1})
+
+
+def test_a_class_of_the_users():
+    class Mine(elastic.State):
+        step = 3
+
+    with together():
+        assert Mine(step=4).step == 4
+
+
+def test_keep_copies_has_no_effect():
+    with together(), pytest.warns(DeprecationWarning, match="every commit keeps copies"):
+        elastic.State(step=0, keep_copies=False)
 
 
 def test_what_forward_changes_is_taken_back():
@@ -142,7 +311,7 @@ def test_a_job_that_is_started_again(mpi_tmp_path):
     again = job()
     assert again.resume()
     with together():
-        assert (again.step, again.commits) == (4, 4)
+        assert (again.step, again._commits) == (4, 4)
     assert_same_bits(again.model.state_dict().items())
 
 
@@ -258,7 +427,7 @@ def test_sharded_parts_are_refused():
 def test_what_all_ranks_have_processed_is_in_snapshots(monkeypatch, training):
     from mpiddp.horovod.elastic import ElasticSampler, TorchState
 
-    monkeypatch.setattr("mpiddp.elastic.state._name_in_slurm", lambda: training)
+    monkeypatch.setattr("mpiddp.elastic.committed._name_in_slurm", lambda: training)
 
     def job():
         return TorchState(sampler=ElasticSampler(range(100), shuffle=False), step=0)
@@ -272,7 +441,7 @@ def test_what_all_ranks_have_processed_is_in_snapshots(monkeypatch, training):
     written(state)
     again = job()
     with together():
-        assert again.resume()
+        assert again._resume()
         assert again.sampler.remaining_indices == list(range(3 * SIZE, 100))
 
 
