@@ -28,7 +28,7 @@ from mpiddp.rendezvous import joining, world
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Watch", "is_of_a_loss", "let_go", "renew"]
+__all__ = ["Watch", "end_waits", "is_of_a_loss", "let_go", "renew"]
 
 Bring = Callable[["MPI.Intracomm", int], "MPI.Intracomm | None"]
 
@@ -99,6 +99,12 @@ def is_of_a_loss(error: Exception) -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+def end_waits() -> None:
+    """Let the waits of all ranks fail, where the MPI can do that. Not collective."""
+    if losses.can_go_on():
+        _fail_everything()
 
 
 def let_go(error: BaseException | None) -> None:

@@ -95,6 +95,31 @@ def run(
             exceptions_are_losses=exceptions_are_losses,
         )
 
+    return run_again_after((), function, replace, min_ranks, most_losses, exceptions_are_losses)
+
+
+def run_again_after(
+    errors: tuple[type[Exception], ...],
+    function: Callable[..., Any],
+    replace: bool = False,
+    min_ranks: int = 1,
+    most_losses: int | None = None,
+    exceptions_are_losses: bool = False,
+) -> Any:
+    """Return `function` as `run` does; it is called again after some errors, too.
+
+    Collective when it is called. All ranks go back to the last commit, in a new world of the same
+    ranks. A rank that has no such error is waited for: its own call has to end, in any way.
+
+    Args:
+        errors: the kinds of them.
+        function: see `run`, as for the others.
+        replace: see `run`.
+        min_ranks: see `run`.
+        most_losses: see `run`.
+        exceptions_are_losses: see `run`.
+    """
+
     @functools.wraps(function)
     def elastic(state: Committed, *args: Any, **kwargs: Any) -> Any:
         _know_waits()
@@ -112,6 +137,7 @@ def run(
             state._note()
             while True:
                 finished, more, result = False, 0, None
+                words = ""
                 bring: recovery.Bring = joining.bring
                 try:
                     if renewed:
@@ -120,25 +146,27 @@ def run(
                         state.sync()
                     begun = True
                     if exceptions_are_losses:
-                        result = _or_end_this_rank(function, state, *args, **kwargs)
+                        result = _or_end_this_rank(errors, function, state, *args, **kwargs)
                     else:
                         result = function(state, *args, **kwargs)
                     finished = True
                 except _MoreRanksWanted as wanted:
                     more, bring = wanted.count, wanted.bring
                     recovery.let_go(wanted)
+                except errors as error:
+                    words = f"{type(error).__name__}: {error}"
+                    recovery.let_go(error)
+                    recovery.end_waits()
                 except Exception as error:
                     if not losses.can_go_on() or not recovery.is_of_a_loss(error):
                         raise
                     recovery.let_go(error)
                 with world.recorded(_END):
-                    lost = losses.can_go_on() and not losses.agree(
-                        world.communicator(), finished or more > 0
-                    )
-                if not lost and not more:
+                    lost, again = _meet(finished or more > 0, bool(errors))
+                if not again and not more:
                     _clear(state)
                     return result
-                if lost:
+                if again:
                     state._interrupt()
                 times += lost
                 if most_losses is not None and times > most_losses:
@@ -146,7 +174,10 @@ def run(
                         f"rank {dist.get_rank()}: ranks were lost {times} times, more often than "
                         f"most_losses={most_losses}"
                     )
-                _renew(state, lost, more, replace, min_ranks, bring)
+                if again and not lost:
+                    _renew_all(state, words)
+                else:
+                    _renew(state, lost, more, replace, min_ranks, bring)
                 _know_waits()
                 renewed = True
 
@@ -195,11 +226,30 @@ def _know_waits() -> None:
             world.named_wait(name)
 
 
-def _or_end_this_rank(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _meet(fine: bool, after_errors: bool) -> tuple[bool, bool]:
+    """Return whether ranks were lost, and whether the function is called again. Collective.
+
+    Args:
+        fine: whether this rank has come to the end of the function.
+        after_errors: whether ranks may say no without a loss.
+    """
+    can_go_on, ranks = losses.can_go_on(), world.communicator()
+    if not after_errors:
+        lost = can_go_on and not losses.agree(ranks, fine)
+        return lost, lost
+    lost = can_go_on and not losses.agree(ranks, True)
+    return lost, not losses.agree(ranks, fine) or lost
+
+
+def _or_end_this_rank(
+    errors: tuple[type[Exception], ...], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Return what the function does; let its exception end this process, unless it is the last."""
     try:
         return function(*args, **kwargs)
     except _MoreRanksWanted:
+        raise
+    except errors:
         raise
     except Exception as error:
         alone = dist.get_world_size() == 1
@@ -253,6 +303,20 @@ def _renew(
             f"{', '.join(parts)}; training goes on with {dist.get_world_size()} after "
             f"{time.monotonic() - began:.1f} s"
         )
+
+
+def _renew_all(state: Committed, words: str) -> None:
+    """Make a new world of the same ranks, and say why. Collective.
+
+    Args:
+        state: what is to leave the old world.
+        words: what happened to this rank; "" for nothing.
+    """
+    recovery.renew(0, losses.can_go_on(), state._leave, then=state._after_a_restart())
+    if losses.can_go_on():
+        recovery.Watch()
+    if dist.get_rank() == 0:
+        _say(f"{words or 'another rank had an error'}; training goes back to the last commit")
 
 
 def _say(text: str) -> None:

@@ -102,6 +102,11 @@ class Agreement:
         return bool(self._waiting or self._running or self._outbox or self._sends)
 
     @property
+    def closed(self) -> bool:
+        """Whether this rank has left, and receives no message any more."""
+        return self._closed
+
+    @property
     def driven(self) -> bool:
         """Whether somebody calls `progress` already, again and again."""
         return self._drivers > 0

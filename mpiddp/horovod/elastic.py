@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from mpiddp.elastic import random_states, running
 from mpiddp.elastic.committed import Committed
 from mpiddp.horovod import world
 from mpiddp.horovod.adasum_optimizer import AdasumMethods
+from mpiddp.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 from mpiddp.horovod.optimizer import DistributedMethods
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
@@ -27,12 +29,28 @@ def run(func: Training) -> Training:
     Collective when it is called, after `hvd.init`. Hosts are not discovered: the ranks that are
     left go on. ``mpiddp.elastic.run(replace=True)`` instead of this starts others for those lost,
     and ``mpiddp.elastic.grow`` more of them. As with Horovod, an exception of the function ends its
-    rank alone (``exceptions_are_losses=True``).
+    rank alone (``exceptions_are_losses=True``), but after a HorovodInternalError all go back to the
+    last commit, and call the function again in a new world; after a HostsUpdatedInterrupt they call
+    it without going back.
 
     Args:
         func: takes a `TorchState`, and whatever else.
     """
-    wrapped: Training = running.run(exceptions_are_losses=True)(func)
+
+    @functools.wraps(func)
+    def told(state: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return func(state, *args, **kwargs)
+        except HorovodInternalError:
+            world.end_operations()
+            raise
+        except HostsUpdatedInterrupt:
+            state._note()  # it does not go back
+            raise
+
+    wrapped: Training = running.run_again_after(
+        (HorovodInternalError, HostsUpdatedInterrupt), told, exceptions_are_losses=True
+    )
     return wrapped
 
 

@@ -11,7 +11,7 @@ from mpiddp.horovod.coordinator import Request
 from mpiddp.horovod.environment import Settings
 from mpiddp.horovod.execution import Submission
 from mpiddp.horovod.progress import ProgressThread
-from mpiddp.mpi import communicators
+from mpiddp.mpi import communicators, losses
 from mpiddp.torch_internals.versions import new_group_in_order
 
 if TYPE_CHECKING:
@@ -242,12 +242,17 @@ def abandon_table() -> None:
 
 
 def leave_lost_table() -> None:
-    """Forget all process sets where ranks were lost. Not collective."""
+    """Forget all process sets where ranks were lost, or have left alone. Not collective.
+
+    A communicator on which a rank has said goodbye stays, unless the MPI has ended what was under
+    way: nobody may have received that, and the next communicator can have the same number.
+    """
     global _table
     closing = table()
     closing.thread.stop()
     for entry in closing.sets.values():
-        if entry.communicator is not None:
+        said_goodbye = entry.agreement is not None and entry.agreement.closed
+        if entry.communicator is not None and (losses.can_go_on() or not said_goodbye):
             entry.communicator.Free()
     closing.communicator.Free()
     _table = None

@@ -140,6 +140,15 @@ def shutdown() -> None:
         destroy_process_group()
 
 
+def end_operations() -> None:
+    """Let what other ranks wait for in operations of Horovod fail. Not collective.
+
+    Harmless where Horovod has not begun; it can then only be left, see `leave_lost_world`.
+    """
+    if sets.is_open():
+        sets.abandon_table()
+
+
 def leave_lost_world() -> None:
     """Free what `init` made, where ranks were lost; `init` may be called again.
 
