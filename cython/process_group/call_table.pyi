@@ -18,7 +18,7 @@ class CallTable:
 class CallPage:
     broken: int
     def enter(
-        self, number: int, name: str, detail: object, tensors: Sequence[torch.Tensor]
+        self, number: int, name: str, detail: object, tensors: Iterable[torch.Tensor]
     ) -> int: ...
     def exchange(
         self, number: int, rank: int, sent: Sequence[int], expected: Sequence[int]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mpiddp.process_group.call_table import BROKEN, DIFFERS, FITS
 
@@ -25,13 +25,39 @@ if TYPE_CHECKING:
     import torch
 
     from mpiddp.process_group.call_table import CallPage
-    from mpiddp.process_group.operation_runner import OperationRunner
 
 __all__ = ["GroupState"]
 
 # Seconds in which roll call brings the reason that the node's memory does not say.
 _WORDS_COME = 1.5
 _NAP = 0.01
+
+
+class BreakableGroup(Protocol):
+    """What this needs of the group itself."""
+
+    # The process's RollCall, or None.
+    roll_call: Any
+
+    def rank(self) -> int:
+        """Return this rank's number in the group."""
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+
+    @property
+    def group_name(self) -> str:
+        """The name that torch.distributed gave to this group."""
+
+    @property
+    def entered(self) -> int:
+        """How many collectives this rank has called."""
+
+    def describe_ranks(self, members: Iterable[int]) -> str:
+        """Return words such as "ranks 0 to 3 and 7"."""
+
+    def hurry(self) -> None:
+        """Let what is under way end soon."""
 
 
 class GroupState:
@@ -41,7 +67,7 @@ class GroupState:
         group: whose state it is.
     """
 
-    def __init__(self, group: OperationRunner) -> None:
+    def __init__(self, group: BreakableGroup) -> None:
         self._group = group
         # Why the group is broken, in words; "" while it is not.
         self.reason = ""

@@ -75,7 +75,7 @@ class OperationRunner(dist.ProcessGroup):
         self.state = GroupState(self)
         self.engine: Engine = requests.engine
         self.completion = completion
-        self.timeout = timeout
+        self.timeout: timedelta = timeout
         # How many collectives this rank has called, and the last: for the roll call.
         self.entered = 0
         self.last: Call | None = None

@@ -196,12 +196,12 @@ def _make_world(own: MPI.Intracomm) -> None:
     global _world
     from mpiddp.engine.engine import Engine
     from mpiddp.engine.requests import Requests
+    from mpiddp.process_group.call_pages import make_call_table
     from mpiddp.process_group.dead_peers import DeadPeers
     from mpiddp.process_group.heartbeat import Heartbeat
     from mpiddp.process_group.loss_watch import Asker, LossWatch
     from mpiddp.process_group.roll_call import RollCall
     from mpiddp.process_group.watchdog import Watchdog
-    from mpiddp.rendezvous.call_pages import make_call_table
 
     launch_checks.compare_settings(own, _check_thread_level)
     threaded = _progress_thread_wanted()
@@ -351,8 +351,8 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
 
     Collective over the ranks of the new group.
     """
+    from mpiddp.process_group.call_pages import share_page
     from mpiddp.process_group.group import ProcessGroup
-    from mpiddp.rendezvous.call_pages import share_page
 
     forks.check("new_group")
     if _world is None:
