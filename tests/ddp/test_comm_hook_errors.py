@@ -178,8 +178,9 @@ def test_on_one_rank():
     with together(), pytest.raises(RuntimeError, match="gradient bucket 0") as caught:
         loss.backward()
     if RANK == SIZE - 1:
-        # The others gave up, but their part of the operation had begun: it has to end.
-        dist.all_reduce(torch.zeros(8), group=group)
+        # It must not meet what the others have given up.
+        with pytest.raises(RuntimeError, match="group is broken"):
+            dist.all_reduce(torch.zeros(8), group=group)
     with together():
         expected = "broken on purpose" if RANK == SIZE - 1 else "has waited 0.5 s"
         assert expected in str(caught.value)
