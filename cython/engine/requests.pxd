@@ -10,7 +10,7 @@ cdef struct RequestState:
     MPI_Request request
     MPI_Status status
     int code                # MPI error code, 0 while all is well
-    int cancelled           # whether a receive is to be taken back
+    int given_up            # whether a receive is to be taken back, or the request forgotten
 
 
 cdef struct RequestsState:

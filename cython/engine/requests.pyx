@@ -44,18 +44,27 @@ cdef double YIELD = 20e-3
 cdef double AWAKE = 100e-6
 
 # How long it may take to take back a receive; then its memory is kept.
-cdef double TAKEN_BACK = 1.0
+cdef double LONGEST = 1.0
+
+cdef enum:
+    TAKEN_BACK = 1
+    DROPPED = 2
 
 # Operations that nobody waits for any more: MPI or the engine may still use their memory.
 _abandoned = []
+# Those that the engine does not test any more, so that its thread may sleep.
+_dropped = []
 
 
 cdef Advance advance(Transport *transport, Job *job, int helping) noexcept nogil:
     """Test one submitted request; one that failed is done, and the others go on."""
     cdef RequestState *state = <RequestState *>job.context
     cdef int finished = 0
-    if load(&state.cancelled):      # by the thread that tests it, as MPI wants
-        store(&state.cancelled, 0)
+    cdef int wish = load(&state.given_up)
+    if wish == DROPPED:
+        return ADVANCE_DONE
+    if wish == TAKEN_BACK:      # by the thread that tests it, as MPI wants
+        store(&state.given_up, 0)
         MPI_Cancel(&state.request)
     state.code = MPI_Test(&state.request, &finished, &state.status)
     if finished or state.code != MPI_SUCCESS:
@@ -280,15 +289,21 @@ cdef class Pending:
         return True
 
     def take_back(self):
-        """End a receive for which no message has come. Not collective.
+        """End a receive for which no message has come; let the engine forget anything else.
 
-        What comes later is not written to its memory any more.
+        Not collective. What comes later is not written to the receive's memory any more. That of
+        anything else is kept, since MPI has no way to end it.
         """
-        cdef double idle_since = now(), until = now() + TAKEN_BACK
-        if self.done or self.call != "MPI_Irecv":
+        cdef double idle_since = now(), until = now() + LONGEST
+        if self.done:
+            return
+        if self.call != "MPI_Irecv":
+            if self.channel is not None:
+                _dropped.append(self)
+                store(&self.state.given_up, DROPPED)
             return
         if self.channel is not None:
-            store(&self.state.cancelled, 1)
+            store(&self.state.given_up, TAKEN_BACK)
             self.channel.wait_until(&self.state.job, until, 0.0)
             return
         MPI_Cancel(&self.state.request)
