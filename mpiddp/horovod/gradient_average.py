@@ -366,7 +366,7 @@ def _reduce_compressed(
     gradients: Iterable[torch.Tensor] = bucket.gradients()
     if buffer.layout is not torch.strided:
         if op not in (Average, Sum):
-            raise NotImplementedError(
+            raise NotImplementedError(  # only sums exist of sparse gradients
                 f"rank {group.rank()}: sparse gradients cannot be reduced with op=hvd.{op.name}; "
                 f"give sparse_as_dense=True to the DistributedOptimizer"
             )
