@@ -190,8 +190,13 @@ class GroupState:
             self.reason = reason
             self._group.hurry()
 
-    def error(self, name: str) -> RuntimeError:
-        """Return the error of a call in a broken group."""
+    def error(self, name: str, missing: str = "") -> RuntimeError:
+        """Return the error of a call in a broken group.
+
+        Args:
+            name: of the call.
+            missing: which ranks it has waited for, a sentence; "": it has not begun.
+        """
         deadline = time.monotonic() + _WORDS_COME
         while not self.reason and time.monotonic() < deadline:
             time.sleep(_NAP)
@@ -199,8 +204,8 @@ class GroupState:
         reason = self.reason or "an operation has failed on another rank, whose error says why"
         return RuntimeError(
             f"rank {group.rank()} of {group.size()}: {name} on process group "
-            f"{group.group_name or 'world'!r} cannot run, because the group is broken: {reason}. "
-            f"The ranks may be at different operations. To go on, make a new group on all ranks "
+            f"{group.group_name or 'world'!r} cannot {'end' if missing else 'run'}, because the "
+            f"group is broken: {reason}. {missing}{' ' if missing else ''}The ranks may be at different operations. To go on, make a new group on all ranks "
             f"(torch.distributed.new_group); nothing is sent in this one any more"
         )
 

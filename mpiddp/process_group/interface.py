@@ -83,7 +83,7 @@ class RunningGroup(CountedGroup, Group, Protocol):
     def state(self) -> GroupState:
         """Whether the group can go on."""
 
-    def ends(self, pending: Pending, name: str, until: float) -> bool:
+    def ends(self, pending: Pending, name: str, until: float, number: int = 0) -> bool:
         """Wait for a part of an operation; return whether it has ended by the running time."""
 
     def timed_out(

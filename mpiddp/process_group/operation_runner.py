@@ -206,10 +206,10 @@ class OperationRunner(dist.ProcessGroup):
         """Keep memory that MPI may still use though nobody waits any more. Not collective."""
         _abandoned.append(memory)
 
-    def ends(self, pending: Pending, name: str, until: float) -> bool:
+    def ends(self, pending: Pending, name: str, until: float, number: int = 0) -> bool:
         """Wait for a part of operation `name`; return whether it has ended by the running time.
 
-        Not collective.
+        Not collective. `number`: which of this group's collectives; 0: a message.
 
         Raises:
             RuntimeError: another rank has said that the group is broken, or the part has failed.
@@ -220,7 +220,7 @@ class OperationRunner(dist.ProcessGroup):
             if pending.wait(min(left, _LAST)):
                 return True
             if told:
-                raise self.state.error(name)
+                raise self._broken_meanwhile(name, number)
             if left <= _LAST:
                 return False
 
@@ -242,7 +242,7 @@ class OperationRunner(dist.ProcessGroup):
         `gives_up`: nobody waits for it any more, and the group is broken.
         """
         if self.state.reason:
-            return self.state.error(name)
+            return self._broken_meanwhile(name, number)
         if gives_up:
             own = self.describe_ranks([self._rank])
             reason = f"{name} on {own} has waited {seconds:g} s for other ranks"
@@ -321,6 +321,12 @@ class OperationRunner(dist.ProcessGroup):
             return limited(self, self._enter(name))
 
     # Internal.
+
+    def _broken_meanwhile(self, name: str, number: int | None) -> RuntimeError:
+        """Return the error of an operation that waits in a group that another rank has broken."""
+        # That rank has found out who is missing, but its own words may come later, or never.
+        missing = "" if number == 0 else self.explain_missing(number)
+        return self.state.error(name, missing)
 
     def _enter(self, name: str, tensors: Sequence[torch.Tensor] = (), detail: object = None) -> int:
         """Count a collective, and return its record. Raises if the group is broken."""
@@ -458,7 +464,7 @@ class OperationRunner(dist.ProcessGroup):
                 if pending.wait(_SHORT):
                     continue
                 until = until or running_time.now() + self._limit(opts) - _SHORT
-                if not self.ends(pending, name, until):
+                if not self.ends(pending, name, until, number):
                     raise self.timed_out(name, self._limit(opts), number)
         except BaseException as error:
             self.state.failed(number, name, error)

@@ -236,7 +236,7 @@ class Work(TorchWork):
         """Wait for what is pending, then end; if the time is over before, perhaps give up."""
         try:
             for pending in self.pending:
-                if not self._group.ends(pending, self.name, until):
+                if not self._group.ends(pending, self.name, until, self.number):
                     if gives_up:
                         self._give_up()
                     return
