@@ -6,11 +6,14 @@ mpi4py would take a torch bfloat16 tensor as raw bytes, and MPI would add the by
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
+
+from mpiddp.mpi import extremes
 
 # The dtype that each is added in. 16-bit floats are widened: no datatype for them is known to all
 # MPIs, and one rounding at the end beats one per rank.
@@ -66,6 +69,8 @@ _LOGICAL_OPERATIONS: dict[object, MPI.Op] = {
 
 _BITWISE = (_Kind.BAND, _Kind.BOR, _Kind.BXOR)
 _ORDERING = (_Kind.MIN, _Kind.MAX)
+# In the order of `extremes.operations`.
+_FLOATS = (torch.float32, torch.float64)
 _ADDING = (_Kind.SUM, _Kind.AVG, _Kind.PREMUL_SUM)
 
 
@@ -113,6 +118,8 @@ def _reduction(dtype: torch.dtype, kind: Any) -> ReductionRule:
         sum_dtype = torch.int32
     datatype = _DATATYPES.get(sum_dtype)
     operation = (_LOGICAL_OPERATIONS if dtype is torch.bool else _OPERATIONS).get(kind)
+    if kind in _ORDERING and sum_dtype in _FLOATS:
+        operation = _extreme(sum_dtype, kind)
     impossible = (
         datatype is None
         or operation is None
@@ -129,6 +136,15 @@ def _reduction(dtype: torch.dtype, kind: Any) -> ReductionRule:
     return ReductionRule(
         sum_dtype, datatype, operation, kind == _Kind.AVG, kind == _Kind.PREMUL_SUM
     )
+
+
+@cache
+def _extremes() -> tuple[MPI.Op, ...]:
+    return extremes.operations()
+
+
+def _extreme(dtype: torch.dtype, kind: Any) -> MPI.Op:
+    return _extremes()[2 * _FLOATS.index(dtype) + (kind == _Kind.MIN)]
 
 
 def buffer_of(

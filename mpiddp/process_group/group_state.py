@@ -202,10 +202,11 @@ class GroupState:
             time.sleep(_NAP)
         group = self._group
         reason = self.reason or "an operation has failed on another rank, whose error says why"
+        cannot = f"cannot {'end' if missing else 'run'}, because the group is broken"
         return RuntimeError(
             f"rank {group.rank()} of {group.size()}: {name} on process group "
-            f"{group.group_name or 'world'!r} cannot {'end' if missing else 'run'}, because the "
-            f"group is broken: {reason}. {missing}{' ' if missing else ''}The ranks may be at different operations. To go on, make a new group on all ranks "
+            f"{group.group_name or 'world'!r} {cannot}: {reason}. {missing}{' ' if missing else ''}"
+            f"The ranks may be at different operations. To go on, make a new group on all ranks "
             f"(torch.distributed.new_group); nothing is sent in this one any more"
         )
 

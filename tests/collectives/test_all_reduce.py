@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch_versions
 from group_data import (
     ARITHMETIC,
     BITWISE,
@@ -62,6 +63,33 @@ class TestAllReduce:
         tensor = random_bits(dtype, rank())
         dist.all_reduce(tensor, op)
         assert_same_bits(tensor, reference(dtype, op, size(), random_bits))
+
+    @pytest.mark.essential(keep=1)
+    @pytest.mark.parametrize("count", [1, 3, 1000, 300_000])
+    @pytest.mark.parametrize("op", [Op.MIN, Op.MAX], ids=name_of)
+    @pytest.mark.parametrize("dtype", REAL, ids=name_of)
+    def test_a_nan_is_the_smallest_and_the_largest(
+        self, dtype: torch.dtype, op: Any, count: int
+    ) -> None:
+        """As torch has it. And all ranks get the same zero."""
+        whole = [(torch.arange(count) % 7 + each).to(dtype) for each in range(size())]
+        for each, part in enumerate(whole):
+            part[(each + count // 2) % count] = torch.nan
+            part[each % count] = -0.0 if each else 0.0
+        stack = torch.stack(whole)
+        expected = stack.amin(0) if op == Op.MIN else stack.amax(0)
+        own = whole[rank()]
+        here = slice(rank() * count, (rank() + 1) * count)
+        scattered = torch.empty_like(own)
+        torch_versions.reduce_scatter_single(scattered, torch.cat([own] * size()), op)
+        everywhere = own.repeat(size())
+        dist.all_reduce(everywhere, op)
+        reduced = own.clone()
+        dist.reduce(reduced, 0, op)
+        found = [scattered, everywhere[here], *([reduced] if rank() == 0 else [])]
+        for each in found:
+            torch.testing.assert_close(each, expected, rtol=0, atol=0, equal_nan=True)
+        assert_same_on_all_ranks(everywhere.nan_to_num(nan=-1))
 
     @pytest.mark.parametrize("dtype", COMPLEX, ids=name_of)
     def test_complex_tensors_given_to_the_group(self, dtype: torch.dtype) -> None:

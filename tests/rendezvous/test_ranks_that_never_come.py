@@ -179,8 +179,8 @@ def test_construction_is_named(tmp_path: Path) -> None:
     assert error
     own = "has waited 5 s for other ranks, and its timeout is over. "
     told = (
-        r"cannot end, because the group is broken: all_gather on rank [01] has waited 5 s for other "
-        r"ranks\. "
+        r"cannot end, because the group is broken: all_gather on rank [01] has waited 5 s for "
+        r"other ranks\. "
     )
     assert re.match(rf"({re.escape(own)}|{told})Rank 2 has not called it \(", error[1])
 

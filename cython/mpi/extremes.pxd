@@ -1,0 +1,1 @@
+# Nothing to cimport: the operations are made from Python.

@@ -1,0 +1,3 @@
+from mpi4py import MPI
+
+def operations() -> tuple[MPI.Op, MPI.Op, MPI.Op, MPI.Op]: ...
