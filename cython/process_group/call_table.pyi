@@ -9,6 +9,9 @@ FITS: int
 DIFFERS: int
 BROKEN: int
 
+def call_digest(number: int, name: str, detail: object, tensors: Iterable[torch.Tensor]) -> int: ...
+def balance(rank: int, element_size: int, sent: Sequence[int], expected: Sequence[int]) -> int: ...
+
 class CallTable:
     ranks: frozenset[int]
     def __init__(self, mapping: Mapping, ranks: Iterable[int]) -> None: ...
@@ -17,9 +20,7 @@ class CallTable:
 
 class CallPage:
     broken: int
-    def enter(
-        self, number: int, name: str, detail: object, tensors: Iterable[torch.Tensor]
-    ) -> int: ...
+    def enter(self, number: int, digest: int) -> int: ...
     def exchange(
         self, number: int, rank: int, sent: Sequence[int], expected: Sequence[int]
     ) -> int: ...

@@ -64,6 +64,58 @@ _names = {}
 _dtypes = {}
 
 
+def call_digest(long long number, str name, detail, tensors):
+    """Return a number that is the same on all ranks that call the same.
+
+    Args:
+        number: which of the group's collectives it is, from 1.
+        name: the operation.
+        detail: its ReduceOp, its root, a tuple of these, or None.
+        tensors: those whose sizes must be the same on all ranks, and the dtypes as well if it
+            computes with them.
+    """
+    cdef unsigned long long digest
+    cdef bint computes
+    known = _names.get(name)
+    if known is None:
+        known = _names[name] = crc32(name.encode()), "reduce" in name
+    digest, computes = known
+    if detail is not None:
+        digest = _mixed(digest, <unsigned long long><long long>hash(detail))
+    for tensor in tensors:
+        digest = _mixed(digest, <unsigned long long><long long>tensor.nbytes)
+        if computes:
+            dtype = tensor.dtype
+            code = _dtypes.get(dtype)
+            if code is None:
+                code = _dtypes[dtype] = crc32(describe_dtype(dtype).encode())
+            digest = _mixed(digest, <unsigned long long>code)
+    return _mixed(digest, <unsigned long long>number)
+
+
+def balance(Py_ssize_t rank, Py_ssize_t element_size, sent, expected):
+    """Return a number whose sum over all ranks is zero if both ends of each message agree.
+
+    Modulo 2 ** 64; else it is hardly ever zero.
+
+    Args:
+        rank: this one, in the group.
+        element_size: bytes.
+        sent: how many elements each rank gets.
+        expected: how many each rank sends.
+    """
+    cdef unsigned long long total = 0
+    cdef Py_ssize_t other, size = len(sent)
+    for other in range(size):
+        total += _mixed(rank * size + other + 1, <unsigned long long>(sent[other] * element_size))
+    size = len(expected)
+    for other in range(size):
+        total -= _mixed(
+            other * size + rank + 1, <unsigned long long>(expected[other] * element_size)
+        )
+    return total
+
+
 cdef class CallTable:
     """The pages of all process groups in a node's memory.
 
@@ -103,37 +155,18 @@ cdef class CallTable:
 cdef class CallPage:
     """A process group's part of a `CallTable`. Not collective."""
 
-    def enter(self, long long number, str name, detail, tensors):
+    def enter(self, long long number, unsigned long long digest):
         """Say what this rank calls; return whether that fits what others have said.
 
         Args:
             number: which of the group's collectives it is, from 1.
-            name: the operation.
-            detail: its ReduceOp, its root, a tuple of these, or None.
-            tensors: those whose sizes must be the same on all ranks, and the dtypes as well if it
-                computes with them.
+            digest: of the call, from `call_digest`.
 
         Returns:
             FITS, DIFFERS, or BROKEN if the group is.
         """
-        cdef unsigned long long digest
-        cdef bint computes
         if load_word(&self.words[BROKEN_AT]):
             return BROKEN
-        known = _names.get(name)
-        if known is None:
-            known = _names[name] = crc32(name.encode()), "reduce" in name
-        digest, computes = known
-        if detail is not None:
-            digest = _mixed(digest, <unsigned long long><long long>hash(detail))
-        for tensor in tensors:
-            digest = _mixed(digest, <unsigned long long><long long>tensor.nbytes)
-            if computes:
-                dtype = tensor.dtype
-                code = _dtypes.get(dtype)
-                if code is None:
-                    code = _dtypes[dtype] = crc32(describe_dtype(dtype).encode())
-                digest = _mixed(digest, <unsigned long long>code)
         return self.compare(number, (digest ^ digest >> 32) & 0xFFFFFFFF | 2)
 
     def refuse(self, long long number):

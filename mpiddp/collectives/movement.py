@@ -6,8 +6,7 @@ generator] describes.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,13 +50,7 @@ def all_gather(group: Group, outputs: Lists, inputs: Sequence[torch.Tensor]) -> 
     pending: list[Pending] = []
     gathered = []
     for output, tensor in zip(outputs, inputs, strict=True):
-        check_number(group, "all_gather", "output", output)
-        own = output[group.rank()]
-        if own.dtype != tensor.dtype or own.numel() != tensor.numel():
-            raise ValueError(
-                f"all_gather of {tensor.numel()} elements of {tensor.dtype} needs an output of "
-                f"that size and dtype for rank {group.rank()}, not {own.numel()} of {own.dtype}"
-            )
+        check_gathered(group, output, tensor)
         source = packing.dense(tensor)
         waited, flat = _iallgather_list(group, source, output)
         gathered.append(flat)
@@ -66,7 +59,7 @@ def all_gather(group: Group, outputs: Lists, inputs: Sequence[torch.Tensor]) -> 
     for output, flat in zip(outputs, gathered, strict=True):
         if flat is not None:
             unpack(flat, output)
-    return functools.partial(_stacked, outputs)
+    return stacked(outputs)
 
 
 def all_gather_single(
@@ -80,13 +73,7 @@ def all_gather_single(
     pending: list[Pending] = []
     targets = []
     for output, tensor in zip(outputs, inputs, strict=True):
-        if output.numel() != tensor.numel() * group.size():
-            raise ValueError(
-                f"all_gather of {tensor.numel()} elements over {group.size()} ranks needs an "
-                f"output of {tensor.numel() * group.size()} elements, not {output.numel()}"
-            )
-        if output.dtype != tensor.dtype:
-            raise ValueError(f"all_gather of {tensor.dtype} into an output of {output.dtype}")
+        check_gathered_single(group, output, tensor)
         target = packing.dense(output)
         source = apart(packing.dense(tensor), [target])
         targets.append(target)
@@ -236,6 +223,12 @@ def all_to_all_single(
     return [output]
 
 
+def barrier(group: Group) -> Operation:
+    """Wait until all ranks are here. Collective."""
+    yield group.pending(group.communicator.Ibarrier(), "MPI_Ibarrier")
+    return []
+
+
 def check_number(group: Group, name: str, what: str, tensors: Sequence[object]) -> None:
     """Raise ValueError unless there is one tensor per rank. Not collective."""
     if len(tensors) != group.size():
@@ -244,8 +237,31 @@ def check_number(group: Group, name: str, what: str, tensors: Sequence[object]) 
         )
 
 
-def _stacked(outputs: Lists) -> list[Any]:
-    return [_one_of_all_ranks(parts) for parts in outputs]
+def check_gathered(group: Group, output: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+    """Raise ValueError unless this rank's list for an all_gather is right. Not collective."""
+    check_number(group, "all_gather", "output", output)
+    own = output[group.rank()]
+    if own.dtype != tensor.dtype or own.numel() != tensor.numel():
+        raise ValueError(
+            f"all_gather of {tensor.numel()} elements of {tensor.dtype} needs an output of "
+            f"that size and dtype for rank {group.rank()}, not {own.numel()} of {own.dtype}"
+        )
+
+
+def check_gathered_single(group: Group, output: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless this rank's output of an all_gather is right. Not collective."""
+    if output.numel() != tensor.numel() * group.size():
+        raise ValueError(
+            f"all_gather of {tensor.numel()} elements over {group.size()} ranks needs an "
+            f"output of {tensor.numel() * group.size()} elements, not {output.numel()}"
+        )
+    if output.dtype != tensor.dtype:
+        raise ValueError(f"all_gather of {tensor.dtype} into an output of {output.dtype}")
+
+
+def stacked(outputs: Lists) -> Callable[[], list[Any]]:
+    """Return the result of an all_gather, made when it is asked for: one tensor per input."""
+    return lambda: [_one_of_all_ranks(parts) for parts in outputs]
 
 
 def _one_of_all_ranks(parts: Sequence[torch.Tensor]) -> Any:

@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
     from mpi4py import MPI
 
     from mpiddp.engine.requests import Pending
+    from mpiddp.mpi.blocks import Block
 
 # See Note [An operation is a generator].
 Operation = Generator["Pending | list[Pending]", None, Any]
+
+
+class SentBlock(NamedTuple):
+    """A block under way.
+
+    Attributes:
+        block: its memory.
+        pending: its all-reduce.
+        number: which of the group's collectives it is of.
+        name: the operation.
+    """
+
+    block: Block
+    pending: Pending
+    number: int
+    name: str
+
+    @property
+    def differs(self) -> bool:
+        """Whether it is known that the ranks have called what does not fit together."""
+        return self.pending.done and self.block.differs
 
 
 class Group(Protocol):
@@ -33,6 +55,16 @@ class Group(Protocol):
 
         Not collective. `memory` is kept until the request has ended.
         """
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether calls are compared in blocks, see Note [Calls in a block]."""
+
+    def send_block(self, block: Block) -> SentBlock:
+        """Begin the all-reduce of a block, the operation's only call of MPI. Collective."""
+
+    def check_block(self, sent: SentBlock) -> None:
+        """Raise RuntimeError if the ranks call what does not fit together. Not collective."""
 
     def unlike(self, name: str, words: str) -> RuntimeError:
         """Return the error of a collective whose ranks disagree on sizes. Not collective."""

@@ -51,12 +51,12 @@ def all_reduce(group: Group, tensors: Sequence[torch.Tensor], op: dist.ReduceOp)
     for tensor in tensors:
         how = datatypes.reduction(tensor.dtype, op)
         # In place on every rank, as MPI requires, whatever the layouts of their tensors are.
-        total = _contribution(group, tensor, how, op, in_place=len(tensors) == 1)
+        total = contribution_of(group, tensor, how, op, in_place=len(tensors) == 1)
         started.append((total, tensor, how))
         pending += _iallreduce(group, total, total, how)
     yield pending
     for total, tensor, how in started:
-        _finish(group, total, tensor, how)
+        finish(group, total, tensor, how)
     return list(tensors)
 
 
@@ -65,11 +65,11 @@ def all_reduce_together(
 ) -> Operation:
     """Reduce tensors of one dtype as one. Collective."""
     how = datatypes.reduction(tensors[0].dtype, op)
-    total = torch.cat([_contribution(group, tensor, how, op).view(-1) for tensor in tensors])
+    total = torch.cat([contribution_of(group, tensor, how, op).view(-1) for tensor in tensors])
     yield _iallreduce(group, total, total, how)
     parts = torch.split(total, [tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
-        _finish(group, part.view(tensor.shape), tensor, how)
+        finish(group, part.view(tensor.shape), tensor, how)
     return list(tensors)
 
 
@@ -82,7 +82,7 @@ def reduce(
     here = group.rank() == root
     for tensor in tensors:
         how = datatypes.reduction(tensor.dtype, op)
-        contribution = _contribution(group, tensor, how, op)
+        contribution = contribution_of(group, tensor, how, op)
         by_all = contribution.numel() * contribution.element_size() >= _REDUCED_BY_ALL
         total = torch.empty_like(contribution) if by_all or here else None
         if by_all and total is not None:
@@ -93,7 +93,7 @@ def reduce(
             started.append((total, tensor, how))
     yield pending
     for total, tensor, how in started:
-        _finish(group, total, tensor, how)
+        finish(group, total, tensor, how)
     return list(tensors)
 
 
@@ -114,21 +114,21 @@ def reduce_scatter(
     for output, parts in zip(outputs, inputs, strict=True):
         _check_parts(group, output, parts)
         how = datatypes.reduction(output.dtype, op)
-        total = _target(output, how)
+        total = target_of(output, how)
         received: list[torch.Tensor] = []
         if _summed_here(sum(part.numel() for part in parts), how):
             waited, received = _exchange_parts(group, parts)
         else:
             whole = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
             counts = [part.numel() for part in parts]
-            contribution = _contribution(group, whole, how, op)
+            contribution = contribution_of(group, whole, how, op)
             waited = _ireduce_scatter(group, contribution, total, counts, how)
         pending += waited
         started.append((received, total, output, how))
     yield pending
     for received, total, output, how in started:
         _add_up(group, received, total, how)
-        _finish(group, total, output, how)
+        finish(group, total, output, how)
     return list(outputs)
 
 
@@ -156,24 +156,24 @@ def reduce_scatter_single(
         if tensor.dtype != output.dtype:
             raise TypeError(f"reduce_scatter of {tensor.dtype} into an output of {output.dtype}")
         how = datatypes.reduction(output.dtype, op)
-        total = _target(output, how)
+        total = target_of(output, how)
         received: list[torch.Tensor] = []
         if _summed_here(tensor.numel(), how):
             flat = packing.dense(tensor).detach().view(-1)
             waited, received = _exchange_parts(group, torch.split(flat, count))
         else:
-            contribution = _contribution(group, tensor, how, op)
+            contribution = contribution_of(group, tensor, how, op)
             waited = _ireduce_scatter(group, contribution, total, [count] * group.size(), how)
         pending += waited
         started.append((received, total, output, how))
     yield pending
     for received, total, output, how in started:
         _add_up(group, received, total, how)
-        _finish(group, total, output, how)
+        finish(group, total, output, how)
     return list(outputs)
 
 
-def _contribution(
+def contribution_of(
     group: Group,
     tensor: torch.Tensor,
     how: ReductionRule,
@@ -202,7 +202,7 @@ def _has_fractions(tensor: torch.Tensor) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
-def _target(tensor: torch.Tensor, how: ReductionRule) -> torch.Tensor:
+def target_of(tensor: torch.Tensor, how: ReductionRule) -> torch.Tensor:
     """Return memory for a result for `tensor`: its own, where that will do."""
     if tensor.dtype == how.dtype:
         total = packing.dense(tensor)
@@ -210,7 +210,8 @@ def _target(tensor: torch.Tensor, how: ReductionRule) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=how.dtype)
 
 
-def _finish(group: Group, total: torch.Tensor, tensor: torch.Tensor, how: ReductionRule) -> None:
+def finish(group: Group, total: torch.Tensor, tensor: torch.Tensor, how: ReductionRule) -> None:
+    """Write what was reduced to a tensor, divided if it is to be an average."""
     if how.divides:
         divisor: float = group.size()
         if _has_fractions(total):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-from mpiddp.mpi import extremes
+from mpiddp.mpi import blocks, extremes
 
 # The dtype that each is added in. 16-bit floats are widened: no datatype for them is known to all
 # MPIs, and one rounding at the end beats one per rank.
@@ -67,6 +67,28 @@ _LOGICAL_OPERATIONS: dict[object, MPI.Op] = {
     _Kind.BXOR: MPI.LXOR,
 }
 
+# What a `Block` calls them.
+_NAMES = {
+    _Kind.SUM: "sum",
+    _Kind.AVG: "sum",
+    _Kind.PREMUL_SUM: "sum",
+    _Kind.PRODUCT: "prod",
+    _Kind.MIN: "min",
+    _Kind.MAX: "max",
+    _Kind.BAND: "band",
+    _Kind.BOR: "bor",
+    _Kind.BXOR: "bxor",
+}
+_LOGICAL_NAMES = {
+    _Kind.SUM: "lor",
+    _Kind.PRODUCT: "land",
+    _Kind.MIN: "land",
+    _Kind.MAX: "lor",
+    _Kind.BAND: "land",
+    _Kind.BOR: "lor",
+    _Kind.BXOR: "lxor",
+}
+
 _BITWISE = (_Kind.BAND, _Kind.BOR, _Kind.BXOR)
 _ORDERING = (_Kind.MIN, _Kind.MAX)
 # In the order of `extremes.operations`.
@@ -83,6 +105,7 @@ class ReductionRule(NamedTuple):
         operation: the MPI operation.
         divides: whether the caller must divide by the number of ranks after it.
         multiplies: whether the caller must multiply by the op's factor before it.
+        way: how a `Block` carries it out; 0: it cannot.
     """
 
     dtype: torch.dtype
@@ -90,6 +113,7 @@ class ReductionRule(NamedTuple):
     operation: MPI.Op
     divides: bool
     multiplies: bool
+    way: int
 
 
 def reduction(dtype: torch.dtype, op: dist.ReduceOp) -> ReductionRule:
@@ -133,8 +157,10 @@ def _reduction(dtype: torch.dtype, kind: Any) -> ReductionRule:
             f"can be reduced: {', '.join(str(d) for d in (*_DATATYPES, *_SUM_DTYPES))} "
             f"(bitwise operations: integers and bool; MIN and MAX: no complex)"
         )
+    names = (_LOGICAL_NAMES if dtype is torch.bool else _NAMES)[kind]
+    way = blocks.WAYS.get((names, str(sum_dtype).removeprefix("torch.")), 0)
     return ReductionRule(
-        sum_dtype, datatype, operation, kind == _Kind.AVG, kind == _Kind.PREMUL_SUM
+        sum_dtype, datatype, operation, kind == _Kind.AVG, kind == _Kind.PREMUL_SUM, way
     )
 
 
@@ -144,7 +170,8 @@ def _extremes() -> tuple[MPI.Op, ...]:
 
 
 def _extreme(dtype: torch.dtype, kind: Any) -> MPI.Op:
-    return _extremes()[2 * _FLOATS.index(dtype) + (kind == _Kind.MIN)]
+    smallest = bool(kind == _Kind.MIN)
+    return _extremes()[2 * _FLOATS.index(dtype) + smallest]
 
 
 def buffer_of(

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import array
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from mpi4py import MPI
 
 from mpiddp.mpi import nodes
+from mpiddp.process_group.call_blocks import BlockGroup, CallBlocks
 from mpiddp.process_group.call_table import BYTES, CallTable
 from mpiddp.transports.shared_memory import allocate_common
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mpiddp.process_group.group_state import GroupState
 
 __all__ = ["make_call_table", "share_page"]
+
+
+class NewGroup(BlockGroup, Protocol):
+    """A group that is being made."""
+
+    @property
+    def state(self) -> GroupState:
+        """Whether it can go on."""
 
 
 def make_call_table(world: MPI.Intracomm) -> CallTable | None:
@@ -34,14 +44,17 @@ def make_call_table(world: MPI.Intracomm) -> CallTable | None:
 
 
 def share_page(
-    state: GroupState, table: CallTable | None, communicator: MPI.Intracomm, ranks: Sequence[int]
+    group: NewGroup,
+    table: CallTable | None,
+    communicator: MPI.Intracomm,
+    ranks: Sequence[int],
 ) -> None:
-    """Give a new group its page, the same one on all of its ranks of a node.
+    """Give a new group its page, the same one on all of its ranks of a node, or blocks, or both.
 
     Collective over `communicator`.
 
     Args:
-        state: of the new group.
+        group: a new one.
         table: of this node.
         communicator: of the group; nothing else is under way in it.
         ranks: the world rank of each of its ranks.
@@ -56,5 +69,7 @@ def share_page(
     indices = array.array("q", [0]) * len(ranks)
     communicator.Allgather([array.array("q", [index]), MPI.INT64_T], [indices, MPI.INT64_T])
     if table is not None and len(here) > 1 and indices[here[0]] >= 0:
-        state.page = table.page(indices[here[0]])
-        state.all_here = len(here) == len(ranks)
+        group.state.page = table.page(indices[here[0]])
+        group.state.all_here = len(here) == len(ranks)
+    if not group.state.all_here:
+        group.state.blocks = CallBlocks(group)

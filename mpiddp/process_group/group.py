@@ -400,7 +400,7 @@ class ProcessGroup(CallHooks):
         device = opts.device if _HAS_GPUS and opts is not None else None
         if device is not None and device.type != "cpu":
             wait_for_stream(self, "barrier", device)
-        return self._start("barrier", _barrier, (), opts)
+        return self._start("barrier", movement.barrier, (), opts)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -487,11 +487,6 @@ class ProcessGroup(CallHooks):
 
 def _flat(lists: Sequence[Sequence[torch.Tensor]]) -> Iterator[torch.Tensor]:
     return (tensor for tensors in lists for tensor in tensors)
-
-
-def _barrier(group: ProcessGroup) -> Operation:
-    yield group.pending(group.communicator.Ibarrier(), "MPI_Ibarrier")
-    return []
 
 
 def _nothing(group: ProcessGroup, result: Any) -> Operation:

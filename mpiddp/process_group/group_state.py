@@ -16,14 +16,13 @@ all of them raise, as for a dtype that cannot be summed, they stay at the same p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mpiddp.process_group.call_table import BROKEN, DIFFERS, FITS
+from mpiddp.process_group.call_table import BROKEN, DIFFERS, FITS, call_digest
 
 if TYPE_CHECKING:
-    import torch
-
+    from mpiddp.process_group.call_blocks import Call, CallBlocks
     from mpiddp.process_group.call_table import CallPage
 
 __all__ = ["GroupState"]
@@ -69,12 +68,17 @@ class GroupState:
 
     def __init__(self, group: BreakableGroup) -> None:
         self._group = group
+        # How many collectives have been compared, or refused: the same on all ranks, unless some
+        # rank has called another one.
+        self._compared = 0
         # Why the group is broken, in words; "" while it is not.
         self.reason = ""
         # The group's page in the node's memory; None where it shares none.
         self.page: CallPage | None = None
         # Whether all ranks of the group share that page.
         self.all_here = False
+        # What compares the calls of a group whose ranks share none; None where they do.
+        self.blocks: CallBlocks | None = None
 
     def check(self, name: str) -> None:
         """Raise if the group is broken.
@@ -88,44 +92,36 @@ class GroupState:
         if self.reason or (self.page is not None and self.page.broken):
             raise self.error(name)
 
-    def enter(
-        self,
-        number: int,
-        name: str,
-        detail: object,
-        agreed: Iterable[torch.Tensor],
-        elements: Callable[[], tuple[Sequence[int], Sequence[int]]] | None = None,
-        tensors: Sequence[torch.Tensor] = (),
-    ) -> None:
+    def enter(self, number: int, call: Call) -> int:
         """Compare what this rank calls with what others of the node have called.
 
         Args:
             number: which of the group's collectives it is.
-            name: the operation.
-            detail: its reduction, its root or both.
-            agreed: those tensors whose sizes must be the same on all ranks.
-            elements: returns how many elements go to each rank and are to come from each, where
-                these may differ.
-            tensors: the first is of their kind.
+            call: what is compared of it.
+
+        Returns:
+            The digest of the call.
 
         Raises:
             RuntimeError: they do not fit together, or the group is broken. Nothing was sent.
         """
+        self._compared += 1
+        if self.page is None and self.blocks is None:
+            return 0
+        digest = call_digest(self._compared, call.name, call.detail, call.agreed)
         if self.page is None:
-            return
-        found = self.page.enter(number, name, detail, agreed)
+            return digest
+        found = self.page.enter(self._compared, digest)
         if found == BROKEN:
-            raise self.error(name)
+            raise self.error(call.name)
         group = self._group
         told = ""
         if found != FITS:
-            if group.roll_call is not None:
-                told = group.roll_call.explain_misfit(group, number)[0]
-            told = told or "The ranks have called different collectives, or with different sizes"
-        elif elements is not None and self.all_here:
-            size = tensors[0].element_size() if tensors else 1
-            sent, expected = ([size * count for count in each] for each in elements())
-            other = self.page.exchange(number, group.rank(), sent, expected)
+            told = self.explain_misfit(number)
+        elif call.elements is not None and self.all_here:
+            size = call.tensors[0].element_size() if call.tensors else 1
+            sent, expected = ([size * count for count in each] for each in call.elements())
+            other = self.page.exchange(self._compared, group.rank(), sent, expected)
             if other >= 0:
                 own = group.describe_ranks([group.rank()])
                 there = group.describe_ranks([other])
@@ -134,12 +130,31 @@ class GroupState:
                     f"{expected[other]} from it, and {there} has other numbers"
                 )
         if told:
-            self.break_by(number, f"collective {number} does not fit together. {told}")
-            raise RuntimeError(
-                f"rank {group.rank()} of {group.size()}: {name}, collective {number} of process "
-                f"group {group.group_name or 'world'!r}, does not fit what other ranks have "
-                f"called. {told}. This rank has sent nothing, and the group is broken"
-            )
+            raise self.misfit(number, call.name, told)
+        return digest
+
+    def explain_misfit(self, number: int) -> str:
+        """Return what the ranks have called that does not fit together; it may take seconds."""
+        told = ""
+        if self._group.roll_call is not None:
+            told = self._group.roll_call.explain_misfit(self._group, number)[0]
+        return told or "The ranks have called different collectives, or with different sizes"
+
+    def misfit(self, number: int, name: str, told: str) -> RuntimeError:
+        """Break the group; return the error of calls that do not fit together.
+
+        Args:
+            number: which of the group's collectives it is.
+            name: what this rank has called.
+            told: what the ranks have called, a sentence.
+        """
+        group = self._group
+        self.break_by(number, f"collective {number} does not fit together. {told}")
+        return RuntimeError(
+            f"rank {group.rank()} of {group.size()}: {name}, collective {number} of process "
+            f"group {group.group_name or 'world'!r}, does not fit what other ranks have "
+            f"called. {told}. The group is broken"
+        )
 
     def refused(self, number: int, name: str, detail: object, error: BaseException) -> None:
         """Note that a collective has raised `error` before anything was sent.
@@ -150,8 +165,12 @@ class GroupState:
             detail: its reduction, its root or both.
             error: of its arguments.
         """
+        self._compared += 1
+        if self.blocks is not None:
+            self.blocks.refuse(self._compared, number, name)
+            return
         root = detail[-1] if isinstance(detail, tuple) else detail
-        begun = self.page is not None and self.page.refuse(number) == DIFFERS
+        begun = self.page is not None and self.page.refuse(self._compared) == DIFFERS
         # What is the root's alone, such as a list of a wrong length, the others have not raised.
         if begun or (not self.all_here and root == self._group.rank() and isinstance(root, int)):
             own = self._group.describe_ranks([self._group.rank()])
@@ -202,12 +221,13 @@ class GroupState:
             time.sleep(_NAP)
         group = self._group
         reason = self.reason or "an operation has failed on another rank, whose error says why"
-        cannot = f"cannot {'end' if missing else 'run'}, because the group is broken"
+        verb, missing = ("end", f"{missing} ") if missing else ("run", "")
         return RuntimeError(
             f"rank {group.rank()} of {group.size()}: {name} on process group "
-            f"{group.group_name or 'world'!r} {cannot}: {reason}. {missing}{' ' if missing else ''}"
-            f"The ranks may be at different operations. To go on, make a new group on all ranks "
-            f"(torch.distributed.new_group); nothing is sent in this one any more"
+            f"{group.group_name or 'world'!r} cannot {verb}, because the group is broken: "
+            f"{reason}. {missing}The ranks may be at different operations. To go on, make a new "
+            f"group on all ranks (torch.distributed.new_group); nothing is sent in this one any "
+            f"more"
         )
 
     def release(self) -> None:

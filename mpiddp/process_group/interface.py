@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
     from mpi4py import MPI
 
+    from mpiddp.collectives.operation import SentBlock
     from mpiddp.engine.engine import Engine
     from mpiddp.engine.requests import Pending
     from mpiddp.flight_recorder.call_text import Call
@@ -85,6 +86,9 @@ class RunningGroup(CountedGroup, Group, Protocol):
 
     def ends(self, pending: Pending, name: str, until: float, number: int = 0) -> bool:
         """Wait for a part of an operation; return whether it has ended by the running time."""
+
+    def misfit_in(self, sent: SentBlock) -> RuntimeError:
+        """Return the error of ranks that have said in a block what does not fit together."""
 
     def timed_out(
         self, name: str, seconds: float, number: int | None = None, gives_up: bool = True

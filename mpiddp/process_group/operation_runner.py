@@ -12,23 +12,26 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from mpi4py import MPI
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch._C._distributed_c10d import Work as TorchWork
 
-from mpiddp.collectives.operation import Operation
+from mpiddp.collectives import in_block
+from mpiddp.collectives.operation import Operation, SentBlock
 from mpiddp.engine import forks
 from mpiddp.engine.engine import Engine
 from mpiddp.engine.requests import Pending, Requests
-from mpiddp.flight_recorder import files, ring, sources
-from mpiddp.flight_recorder.call_text import Call, call_of, ranks_in_words
+from mpiddp.flight_recorder import ring, sources
+from mpiddp.flight_recorder.call_text import Call as RecordedCall
+from mpiddp.flight_recorder.call_text import call_of
 from mpiddp.mpi import communicators, uncaught
-from mpiddp.mpi.errors import error_class
+from mpiddp.mpi.blocks import Block
 from mpiddp.process_group import call_check, gpu_tensors
+from mpiddp.process_group.call_blocks import Call
 from mpiddp.process_group.futures import FutureCompleter
 from mpiddp.process_group.gpu_tensors import GpuWork
 from mpiddp.process_group.group_state import GroupState
+from mpiddp.process_group.operation_errors import OperationErrors
 from mpiddp.process_group.roll_call import RollCall
 from mpiddp.process_group.watchdog import ended_with_block, limited
 from mpiddp.process_group.work import COMPLETED, CompletedWork, Work
@@ -48,7 +51,7 @@ _abandoned: list[object] = []
 
 
 @skip_compilation
-class OperationRunner(dist.ProcessGroup):
+class OperationRunner(OperationErrors):
     """The ranks of one communicator, and their operations.
 
     Collective over `communicator`.
@@ -71,14 +74,16 @@ class OperationRunner(dist.ProcessGroup):
         self._rank, self._size = communicator.Get_rank(), communicator.Get_size()
         self._communicator = communicator
         # What `GroupState.enter` is to compare before a collective's first call of MPI.
-        self._uncompared: tuple[Any, ...] | None = None
+        self._uncompared: Call | None = None
+        # The block of the collective that is being started, if it goes beside the data.
+        self._beside: SentBlock | None = None
         self.state = GroupState(self)
         self.engine: Engine = requests.engine
         self.completion = completion
         self.timeout: timedelta = timeout
         # How many collectives this rank has called, and the last: for the roll call.
         self.entered = 0
-        self.last: Call | None = None
+        self.last: RecordedCall | None = None
         self.roll_call: RollCall | None = None
         # What the flight recorder calls this group, its modules and its messages.
         self.source = sources.add(sources.Source("", range(self.size())))
@@ -93,6 +98,8 @@ class OperationRunner(dist.ProcessGroup):
         self._under_way: list[Work] = []
         self._sweep_at = 16
         self._together: list[Work] | None = None
+        # What nobody waits for.
+        self._left: list[Pending] = []
         # As torch wraps other backends: if the debug level was set before the group was made.
         self._checked = get_debug_level() == DebugLevel.DETAIL
         self._name = ""
@@ -113,8 +120,12 @@ class OperationRunner(dist.ProcessGroup):
     def communicator(self) -> MPI.Intracomm:
         """The group's; before a collective's first call of MPI here, calls are compared."""
         if self._uncompared is not None:
-            compared, self._uncompared = self._uncompared, None
-            self.state.enter(self.entered, *compared)
+            self._compare()
+        return self._communicator
+
+    @property
+    def bare_communicator(self) -> MPI.Intracomm:
+        """The group's, without any comparison."""
         return self._communicator
 
     @property
@@ -130,10 +141,6 @@ class OperationRunner(dist.ProcessGroup):
     @world_ranks.setter
     def world_ranks(self, ranks: Sequence[int]) -> None:
         self.source.ranks = ranks
-
-    def describe_ranks(self, members: Iterable[int]) -> str:
-        """Return words such as "ranks 0 to 3 and 7" for ranks in the group. Not collective."""
-        return ranks_in_words(self.world_ranks, members)
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -153,6 +160,8 @@ class OperationRunner(dist.ProcessGroup):
         self._sweep()
         self.abandon(*self._under_way)
         self._under_way.clear()
+        for pending in self._left:  # the other ranks come here too
+            pending.wait(_LAST)
         self.state.release()
         if self._communicator != MPI.COMM_NULL:
             self._communicator.Free()
@@ -186,7 +195,7 @@ class OperationRunner(dist.ProcessGroup):
 
         Not collective. `memory` is kept until the request has ended.
         """
-        return Pending(self._requests, request, self.communicator, call, memory)
+        return Pending(self._requests, request, self._communicator, call, memory)
 
     def wait_for(self, request: MPI.Request, call: str, name: str, *memory: torch.Tensor) -> None:
         """Wait for what the MPI function `call` began, as a part of the operation `name`.
@@ -224,90 +233,45 @@ class OperationRunner(dist.ProcessGroup):
             if left <= _LAST:
                 return False
 
-    def hear(self, reason: str) -> None:
-        """Take from another rank that the group is broken. In any thread."""
-        self.state.hear(reason)
+    def leave(self, pending: Pending) -> None:
+        """Let the engine move something along that nobody waits for. Not collective."""
+        self._requests.submit(pending)
+        self._left = [each for each in self._left if not each.done] + [pending]
+
+    def wait_until(self, pending: Pending, name: str, limit: float, number: int) -> None:
+        """Wait for the first part of a collective that is being started, at most `limit` seconds.
+
+        Not collective. Meanwhile other threads may start operations.
+
+        Raises:
+            RuntimeError: other ranks did not come in time, or have broken the group.
+        """
+        self._starting.release()
+        try:
+            self._wait(pending, name, limit, number)
+        finally:
+            self._starting.acquire()
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether calls are compared in blocks, see Note [Calls in a block]."""
+        return self.state.blocks is not None and not self._checked
+
+    def send_block(self, block: Block) -> SentBlock:
+        """Begin the all-reduce of a block, the operation's only call of MPI. Collective."""
+        sent = self._compare(block)
+        assert sent is not None
+        return sent
+
+    def check_block(self, sent: SentBlock) -> None:
+        """Raise RuntimeError if the ranks call what does not fit together. Not collective."""
+        assert self.state.blocks is not None
+        self.state.blocks.check(sent)
 
     def hurry(self) -> None:
         """Let what is under way end soon: the group is broken. In any thread."""
         for work in list(self._under_way):
             work.deadline = min(work.deadline, running_time.now() + _LAST)
-
-    def timed_out(
-        self, name: str, seconds: float, number: int | None = None, gives_up: bool = True
-    ) -> RuntimeError:
-        """Return the error of an operation `name` that waited in vain; it may take seconds.
-
-        Not collective. `number`: which of this group's collectives; None: the last, 0: a message.
-        `gives_up`: nobody waits for it any more, and the group is broken.
-        """
-        if self.state.reason:
-            return self._broken_meanwhile(name, number)
-        if gives_up:
-            own = self.describe_ranks([self._rank])
-            reason = f"{name} on {own} has waited {seconds:g} s for other ranks"
-            self.state.break_by(self.entered if number is None else number, reason)
-        if number != 0:
-            missing = self.explain_missing(number)
-        else:
-            missing = "Has the other rank called its part, and is it still alive?"
-            if self.roll_call is not None:
-                self.roll_call.alert(self)
-        words = (
-            f"rank {self.rank()} of {self.size()}: {name} on process group "
-            f"{self.group_name or 'world'!r} has waited {seconds:g} s for other ranks, and its "
-            f"timeout is over. "
-            f"{missing}"
-        )
-        # The others have written theirs when they were asked what they do.
-        return RuntimeError(f"{words} {files.dump_for(words)}".rstrip())
-
-    def explain_missing(self, number: int | None = None) -> str:
-        """Return which ranks keep a collective waiting; it may take seconds. Not collective."""
-        if self.roll_call is None:
-            return "Did all ranks call it, in the same order, and are they still alive?"
-        return f"{self.roll_call.explain(self, number)}."
-
-    def misfit(self, error: BaseException, number: int) -> RuntimeError | None:
-        """Return an error that shows what the ranks have called, if a message was cut.
-
-        Not collective; then it may take seconds. None if `error` is no such error. MPICH does not
-        say which error it is: there calls that differ must be found.
-
-        Args:
-            error: of a collective.
-            number: which of this group's; 0: a message, whose own error says it all.
-        """
-        kind = error_class(error) if number else MPI.SUCCESS
-        if kind not in (MPI.ERR_TRUNCATE, MPI.ERR_OTHER):
-            return None
-        told, may_be_right = "", False
-        if self.roll_call is not None:
-            told, may_be_right = self.roll_call.explain_misfit(self, number)
-        if kind == MPI.ERR_OTHER and not told:
-            return None
-        # Sizes of an all_gather that differ need not be what failed, where MPI does not say.
-        fits = "may not" if kind == MPI.ERR_OTHER and may_be_right else "does not"
-        words = (
-            f"rank {self.rank()} of {self.size()}: what other ranks have sent for collective "
-            f"{number} of process group {self.group_name or 'world'!r} {fits} fit here. "
-            f"{told or 'The ranks have called different collectives, or with different tensors'}. "
-        )
-        if not self._checked:
-            words += (
-                "Some may have a wrong result already; with TORCH_DISTRIBUTED_DEBUG=DETAIL the "
-                "ranks compare their calls before anything is sent. "
-            )
-        return RuntimeError(f"{words}{files.dump_for(words)} ({error})")
-
-    def unlike(self, name: str, words: str) -> RuntimeError:
-        """Return the error of a collective whose ranks disagree on sizes; it breaks the group.
-
-        Not collective. `words`: what has come, and what was expected.
-        """
-        self.state.break_by(self.entered, f"in {name}, {words}")
-        where = f"{name} on process group {self.group_name or 'world'!r}"
-        return RuntimeError(f"rank {self._rank} of {self._size}: {where}: {words}")
 
     def recorded(self, name: str) -> AbstractContextManager[None]:
         """Record what runs within as one collective. After the group's time limit the job ends.
@@ -322,12 +286,6 @@ class OperationRunner(dist.ProcessGroup):
 
     # Internal.
 
-    def _broken_meanwhile(self, name: str, number: int | None) -> RuntimeError:
-        """Return the error of an operation that waits in a group that another rank has broken."""
-        # That rank has found out who is missing, but its own words may come later, or never.
-        missing = "" if number == 0 else self.explain_missing(number)
-        return self.state.error(name, missing)
-
     def _enter(self, name: str, tensors: Sequence[torch.Tensor] = (), detail: object = None) -> int:
         """Count a collective, and return its record. Raises if the group is broken."""
         if self.state.reason:
@@ -335,6 +293,28 @@ class OperationRunner(dist.ProcessGroup):
         self.entered += 1
         self.last = call_of(name, detail, tensors)
         return ring.begin(self.source.number, self.entered, self.last, False, not self._checked)
+
+    def _compare(self, block: Block | None = None) -> SentBlock | None:
+        """Compare the collective that is being started with what other ranks have called.
+
+        Collective. `block`: with the data; None: MPI gets that afterwards.
+
+        Raises:
+            RuntimeError: they do not fit together, or other ranks did not come in time.
+        """
+        call, self._uncompared = self._uncompared, None
+        assert call is not None
+        digest, blocks = self.state.enter(self.entered, call), self.state.blocks
+        if blocks is None:
+            return None
+        sent = blocks.send(self.entered, call, digest, block)
+        if block is not None:
+            return sent
+        if call.limit is None:
+            self._beside = sent
+        else:
+            blocks.wait(sent, call.limit)
+        return None
 
     def _start(
         self,
@@ -380,7 +360,7 @@ class OperationRunner(dist.ProcessGroup):
                 self, name, function, arguments, beside=not at_once
             )
         else:
-            operation = function(self, *arguments)
+            operation = in_block.way_of(self, function)(self, *arguments)
         with self._starting:
             if message:
                 # The second argument of both functions is the other rank.
@@ -399,9 +379,11 @@ class OperationRunner(dist.ProcessGroup):
                     if agreed is None:
                         agreed = () if elements is not None else tensors
                     same = compared() if compared is not None else agreed
-                    self._uncompared = name, detail, same, elements, tensors
+                    limit = self._limit(opts) if at_once else None
+                    self._uncompared = Call(name, detail, same, elements, tensors, limit)
                 pending = next(operation)
-                self._uncompared = None
+                if self._uncompared is not None:  # others may have something to send
+                    self._compare()
                 if self._checked:
                     ring.started(record)
             except (TypeError, ValueError, RuntimeError) as error:
@@ -424,6 +406,9 @@ class OperationRunner(dist.ProcessGroup):
                 self.abandon(error.__traceback__, arguments)
                 raise
         waited = pending if isinstance(pending, list) else [pending]
+        beside, self._beside = self._beside, None
+        if beside is not None:
+            waited = [beside.pending, *waited]
         if at_once:
             return self._finish(name, operation, waited, opts, number, record)
         if copies is None:
@@ -432,6 +417,7 @@ class OperationRunner(dist.ProcessGroup):
             limit = self._limit(opts)
             work = GpuWork([copies], self, name, operation, waited, limit, number)
         work.record = record
+        work.block = beside
         if event is not None:
             work.event = event
         # A small message has gone at once, and the engine need not hear of it.
@@ -461,11 +447,7 @@ class OperationRunner(dist.ProcessGroup):
         until = 0.0
         try:
             for pending in waited:
-                if pending.wait(_SHORT):
-                    continue
-                until = until or running_time.now() + self._limit(opts) - _SHORT
-                if not self.ends(pending, name, until, number):
-                    raise self.timed_out(name, self._limit(opts), number)
+                until = self._wait(pending, name, self._limit(opts), number, until)
         except BaseException as error:
             self.state.failed(number, name, error)
             ring.failed(record)
@@ -478,6 +460,16 @@ class OperationRunner(dist.ProcessGroup):
             for _ in operation:
                 raise AssertionError(f"{name} has a second step")
         return COMPLETED
+
+    def _wait(
+        self, pending: Pending, name: str, limit: float, number: int, until: float = 0.0
+    ) -> float:
+        """Wait for a part of an operation; return when its time is over, 0.0 if that is far."""
+        if not pending.wait(_SHORT):
+            until = until or running_time.now() + limit - _SHORT
+            if not self.ends(pending, name, until, number):
+                raise self.timed_out(name, limit, number)
+        return until
 
     def _sweep(self) -> None:
         """Forget the works that are over."""

@@ -36,7 +36,7 @@ from mpiddp.flight_recorder import ring
 from mpiddp.system import running_time
 
 if TYPE_CHECKING:
-    from mpiddp.collectives.operation import Operation
+    from mpiddp.collectives.operation import Operation, SentBlock
     from mpiddp.engine.requests import Pending
     from mpiddp.process_group.interface import RunningGroup
     from mpiddp.torch_internals.profiling import Event
@@ -63,10 +63,12 @@ class Work(TorchWork):
     Attributes:
         event: its event in the profiler, if that runs.
         record: its record in the flight recorder, -1 for none.
+        block: in which the ranks compare their calls, beside the data; None where there is none.
     """
 
     event: Event | None = None
     record = -1
+    block: SentBlock | None = None
 
     def __init__(
         self,
@@ -202,6 +204,7 @@ class Work(TorchWork):
         return (
             self._operation is None
             or all(pending.done for pending in self.pending)
+            or (self.block is not None and self.block.differs)
             or running_time.now() > self.deadline
         )
 
@@ -213,7 +216,9 @@ class Work(TorchWork):
         if self._operation is not None and self._lock.acquire(blocking=False):
             try:
                 if self._operation is not None:
-                    if all(pending.done for pending in self.pending):
+                    if self.block is not None and self.block.differs:
+                        self._fail(self._group.misfit_in(self.block))
+                    elif all(pending.done for pending in self.pending):
                         self._drive(0.0, gives_up=False)
                     elif running_time.now() > self.deadline:
                         self._give_up()
@@ -225,6 +230,8 @@ class Work(TorchWork):
     def _poll(self) -> None:
         try:
             ended = [pending.test() for pending in self.pending]  # every one makes progress
+            if self.block is not None and self.block.differs:
+                raise self._group.misfit_in(self.block)
             if all(ended):
                 self._end()
         except RuntimeError as error:
@@ -240,6 +247,8 @@ class Work(TorchWork):
                     if gives_up:
                         self._give_up()
                     return
+                if self.block is not None and self.block.differs:
+                    raise self._group.misfit_in(self.block)
             self._end()
         except RuntimeError as error:
             if self.number:

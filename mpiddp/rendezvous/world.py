@@ -384,7 +384,7 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
     )
     made.roll_call = _world.roll_call
     made.world_ranks = tuple(ranks)
-    share_page(made.state, _world.call_table, communicator, ranks)
+    share_page(made, _world.call_table, communicator, ranks)
     _world.roll_call.add(made)
     _world.groups.append(weakref.ref(made))
     return made

@@ -13,6 +13,9 @@ from group_data import rank, size
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(100)]
 
+# How the ranks compare their calls.
+WHERE = ["in a node", "between nodes"]
+
 LONG = timedelta(seconds=30)
 SHORT = timedelta(seconds=0.4)
 
@@ -29,6 +32,25 @@ NAMES = [
     "all_to_all",
     "all_to_all_single",
 ]
+
+
+@pytest.fixture(autouse=True)
+def _quick_roll_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpiddp.process_group import roll_call
+
+    monkeypatch.setattr(roll_call, "_PERIOD", 0.03)
+
+
+def new_group(where: str, timeout: timedelta = LONG) -> Any:
+    """Return a group of all ranks that compares its calls as in a node, or as between nodes."""
+    from mpiddp.process_group.call_blocks import CallBlocks
+
+    part: Any = dist.new_group(timeout=timeout)
+    if where == "between nodes":
+        part.state.release()
+        part.state.all_here, part.state.blocks = False, CallBlocks(part)
+    dist.barrier()
+    return part
 
 
 def sizes_that_differ(part: Any, more: int) -> dict[str, Callable[[], Any]]:
@@ -77,14 +99,16 @@ def meet_after(call: Callable[[], Any], part: Any) -> None:
 
 
 @pytest.mark.essential
+@pytest.mark.thorough(keep=10)
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("scale", [1, 50000], ids=["small", "large"])
 @pytest.mark.parametrize("name", NAMES)
-def test_sizes_that_differ(name: str, scale: int) -> None:
+def test_sizes_that_differ(name: str, scale: int, where: str) -> None:
     """As in the last batch of an uneven data set: an error on all ranks, at the next call at last.
 
     Small ones are sent at once; where large ones did not fit, MPI has died of it.
     """
-    part: Any = dist.new_group(timeout=LONG)
+    part = new_group(where)
     more = scale if rank() == size() - 1 else 0
     with pytest.raises(RuntimeError, match=r"does not fit|where \d+ were expected|is broken"):
         meet_after(sizes_that_differ(part, more)[name], part)
@@ -100,8 +124,55 @@ def test_sizes_that_differ(name: str, scale: int) -> None:
 
 
 @pytest.mark.essential
-def test_another_collective_of_the_same_size() -> None:
-    part: Any = dist.new_group(timeout=LONG)
+@pytest.mark.parametrize("count", [3, 5000])
+@pytest.mark.parametrize("later", [False, True])
+def test_all_ranks_are_told_between_nodes(count: int, later: bool) -> None:
+    """Each by its own call, whether it waits at once or later."""
+    part = new_group("between nodes")
+    last = rank() == size() - 1
+    tensors = [torch.zeros(count + last) for _ in range(size())]
+
+    def call() -> None:
+        work = dist.all_gather(tensors, torch.ones(count + last), part, async_op=later)
+        if work is not None:
+            work.wait()
+
+    with pytest.raises(RuntimeError, match=r"does not fit") as caught:
+        call()
+    for told in (count, count + 1):
+        assert f" called all_gather of float32 ({told},)" in str(caught.value)
+    dist.barrier()
+    dist.destroy_process_group(part)
+
+
+@pytest.mark.essential
+@pytest.mark.parametrize("where", WHERE)
+def test_what_one_rank_is_refused_the_others_are_told(where: str) -> None:
+    part = new_group(where)
+    last = rank() == size() - 1
+    tensors = [torch.zeros(3) for _ in range(size() - last)]
+    with pytest.raises((RuntimeError, ValueError), match=r"needs \d output|does not fit|is broken"):
+        meet_after(lambda: dist.all_gather(tensors, torch.ones(3), part), part)
+    dist.barrier()
+    dist.destroy_process_group(part)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_what_all_ranks_are_refused_breaks_nothing(where: str) -> None:
+    part = new_group(where)
+    for _ in range(3):
+        with pytest.raises(ValueError, match=r"needs \d output"):
+            dist.all_gather([torch.zeros(3)], torch.ones(3), part)
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor, group=part)
+        assert tensor.tolist() == [size()] * 2
+    dist.destroy_process_group(part)
+
+
+@pytest.mark.essential
+@pytest.mark.parametrize("where", WHERE)
+def test_another_collective_of_the_same_size(where: str) -> None:
+    part = new_group(where)
     tensor = torch.ones(3)
     calls = {
         True: lambda: dist.broadcast(tensor, 0, group=part),
@@ -147,7 +218,7 @@ def test_a_late_message_is_not_written(later: bool) -> None:
             work.wait()
         tensor.fill_(-1)
     elif rank() == 0:
-        part.state.page = None
+        part.state.page = part.state.blocks = None
         part.hear = lambda reason: None
     dist.barrier()
     if rank() == 0:
@@ -172,7 +243,7 @@ def test_who_waits_is_told() -> None:
         work = dist.all_reduce(torch.ones(3), group=part, async_op=True)
         assert work is not None
         dist.barrier()
-        with pytest.raises(RuntimeError, match="group is broken: collective 1 does not fit"):
+        with pytest.raises(RuntimeError, match=r"collective 1\b.* does not fit"):
             work.wait()
         assert time.monotonic() - began < LONG.total_seconds() / 2
     else:

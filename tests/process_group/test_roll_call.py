@@ -137,7 +137,7 @@ class TestMissingRanks:
         """The root of a broadcast does not wait, and calls more. What it called then is told."""
         part: Any = dist.new_group(range(3), timeout=LONG)
         if rank() < 3:
-            part.state.page = None  # as between nodes
+            part.state.page = part.state.blocks = None  # nothing is compared
         if rank() in (0, 2):
             dist.broadcast(torch.ones(3), src=0, group=part)
         until_all_are_here()
@@ -177,10 +177,10 @@ class TestMissingRanks:
 
     @pytest.mark.parametrize("later", [False, True])
     def test_messages_that_do_not_fit(self, later: bool) -> None:
-        """As between nodes: one rank has a result; the other one says what both have called."""
+        """Where nothing is compared: one has a result; the other says what both have called."""
         part: Any = dist.new_group([0, 1], timeout=timedelta(seconds=20))
         if rank() < 2:
-            part.state.page = None
+            part.state.page = part.state.blocks = None
 
         def broadcast(count: int) -> None:
             work = dist.broadcast(torch.ones(count), src=0, group=part, async_op=later)

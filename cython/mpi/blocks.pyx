@@ -1,0 +1,140 @@
+"""A small message of one size, which all ranks combine: do they call the same, and their data.
+
+Note [Calls in a block]
+~~~~~~~~~~~~~~~~~~~~~~~
+MPI does not compare what the ranks of a communicator call. If they call different collectives, or
+one with different sizes, it cuts a message, hangs or dies. So ranks that share no memory first
+combine a block: an all-reduce of always the same size, which nothing can spoil. In it are a digest
+of the call, a sum that is zero if the two ends of each message agree on its size, and the data of
+the collective where that is small enough. Then the block is the collective: it takes as long as MPI
+takes for a few numbers. Else the collective of MPI follows.
+
+Data that ranks only hand on is combined by OR with the zeros of the others.
+"""
+
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
+from mpi4py.libmpi cimport (
+    MPI_COMM_NULL,
+    MPI_UINT64_T,
+    MPI_Comm,
+    MPI_Datatype,
+    MPI_Iallreduce,
+    MPI_IN_PLACE,
+    MPI_Op,
+    MPI_Op_create,
+    MPI_Type_commit,
+    MPI_Type_contiguous,
+)
+from mpi4py.MPI cimport Intracomm, Request
+
+from mpiddp.mpi.errors cimport check
+
+cdef extern from "blocks.h":
+    ctypedef struct way_t "struct mpiddp_way":
+        const char *operation
+        const char *dtype
+    const way_t *mpiddp_ways
+    int MPIDDP_WAYS
+    int MPIDDP_BLOCK_BYTES
+    void mpiddp_combine_blocks(const void *, void *, int) nogil
+
+# How many bytes of data there is room for.
+ROOM = MPIDDP_BLOCK_BYTES - 24
+# How data is combined, by names of operation and dtype, such as ("sum", "float32").
+WAYS = {
+    (mpiddp_ways[index].operation.decode(), mpiddp_ways[index].dtype.decode()): index + 1
+    for index in range(MPIDDP_WAYS)
+}
+HANDED_ON = WAYS["bor", "uint8"]
+
+cdef MPI_Datatype _datatype
+cdef MPI_Op _operation
+cdef bint _made = False
+
+
+cdef void _combine(void *theirs, void *ours, int *count, MPI_Datatype *datatype) noexcept nogil:
+    mpiddp_combine_blocks(theirs, ours, count[0])
+
+
+cdef int _make() except -1:
+    """Make what MPI needs to know of blocks; it lives as long as MPI."""
+    global _made
+    cdef int words = MPIDDP_BLOCK_BYTES // 8
+    check(
+        MPI_Type_contiguous(words, MPI_UINT64_T, &_datatype), "MPI_Type_contiguous", MPI_COMM_NULL
+    )
+    check(MPI_Type_commit(&_datatype), "MPI_Type_commit", MPI_COMM_NULL)
+    check(MPI_Op_create(_combine, True, &_operation), "MPI_Op_create", MPI_COMM_NULL)
+    _made = True
+    return 0
+
+
+cdef class Block:
+    """What one rank says of a collective, and after the all-reduce what all have said.
+
+    Not collective, except `start`.
+    """
+
+    def __cinit__(self):
+        self.block = <block_t *>calloc(1, MPIDDP_BLOCK_BYTES)
+        if self.block is NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        free(self.block)
+
+    def say(self, unsigned long long digest, unsigned long long balance):
+        """Say what this rank calls.
+
+        Args:
+            digest: equal on all ranks that call the same.
+            balance: the sum over all ranks is zero, modulo 2 ** 64, if sizes fit together.
+        """
+        self.block.digest = digest
+        self.block.balance = balance
+
+    def carry(
+        self, int way, Py_ssize_t address, Py_ssize_t count, Py_ssize_t place, Py_ssize_t total
+    ):
+        """Take this rank's data along.
+
+        Args:
+            way: one of `WAYS`, the same on all ranks.
+            address: where `count` bytes lie.
+            count: how many.
+            place: where in the data of all ranks they belong, in bytes.
+            total: how many bytes the data of all ranks has, at most `ROOM`.
+        """
+        assert 0 <= place <= place + count <= total <= ROOM
+        self.block.way = way
+        self.block.bytes = total
+        memcpy(<char *>self.block.data + place, <const void *>address, count)
+
+    def start(self, Intracomm communicator not None):
+        """Begin the all-reduce. Collective.
+
+        Returns:
+            The request of MPI. The block must live until that has ended.
+        """
+        cdef Request request = Request.__new__(Request)
+        cdef MPI_Comm comm = communicator.ob_mpi
+        if not _made:
+            _make()
+        check(
+            MPI_Iallreduce(
+                MPI_IN_PLACE, self.block, 1, _datatype, _operation, comm, &request.ob_mpi
+            ),
+            "MPI_Iallreduce", comm,
+        )
+        return request
+
+    @property
+    def differs(self):
+        """Whether ranks have said what does not fit together; known when all have."""
+        return bool(self.block.differs or self.block.balance)
+
+    def read(self, Py_ssize_t address, Py_ssize_t count, Py_ssize_t place):
+        """Write `count` bytes of the data of all ranks, from `place` on, to an address."""
+        assert 0 <= place <= place + count <= self.block.bytes
+        memcpy(<void *>address, <const char *>self.block.data + place, count)
