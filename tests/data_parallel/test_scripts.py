@@ -26,6 +26,7 @@ def numbers(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"^(?:step|evaluated).* (\S+)$", text, re.M)]
 
 
+@pytest.mark.thorough
 @pytest.mark.essential
 @pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_script_without_main_guard(ranks: int) -> None:

@@ -75,7 +75,7 @@ def weight(number: int, module: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.essential(keep=2)
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("how", READERS)
 def test_reads_wait(how: str) -> None:
     torch.manual_seed(0)

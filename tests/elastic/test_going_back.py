@@ -22,7 +22,7 @@ def undisturbed() -> "list[float]":
 
 
 @pytest.mark.essential(keep=1)
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("where", "every", "step"),
     [("log", 1, 4), ("epoch", 1, 6), ("backward", 3, 3), ("start", 1, 0), ("log", 3, 3)],

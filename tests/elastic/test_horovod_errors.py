@@ -28,7 +28,7 @@ def undisturbed(steps: int) -> "list[float]":
 
 
 @pytest.mark.essential(keep=1)
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("lossy", LOSSY)
 @pytest.mark.parametrize(
     ("how", "words", "step"),

@@ -75,7 +75,7 @@ def run(folder: Path, source: str, ranks: int = 3) -> Job:
 
 
 @pytest.mark.essential
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     job = run(
         tmp_path,

@@ -99,7 +99,7 @@ def meet_after(call: Callable[[], Any], part: Any) -> None:
 
 
 @pytest.mark.essential
-@pytest.mark.thorough(keep=10)
+@pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("scale", [1, 50000], ids=["small", "large"])
 @pytest.mark.parametrize("name", NAMES)

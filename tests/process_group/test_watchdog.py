@@ -51,7 +51,7 @@ def run(
 
 
 @pytest.mark.essential
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 def test_a_collective(tmp_path: Path) -> None:
     """At 2 s, 4 s and perhaps 8 s, on the first rank that waits."""
     source = """

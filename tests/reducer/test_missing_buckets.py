@@ -219,6 +219,7 @@ time.sleep(30)
     assert f"of wrapped module {other + 1} {advice}" in error[2]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(110)
 def test_rank_that_left_the_loop_and_one_that_ended(tmp_path: Path) -> None:
     source = """

@@ -31,6 +31,7 @@ def command(script: str, ranks: int) -> list[Any]:
     return [SCRIPTS / script, *map(str, arguments[script])]
 
 
+@pytest.mark.thorough
 @pytest.mark.essential
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(

@@ -205,6 +205,7 @@ def test_packages_within_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert importlib.import_module("whole").part.SyncBatchNorm is mpiddp.apex.SyncBatchNorm
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_same_losses_with_apex(ranks: int) -> None:

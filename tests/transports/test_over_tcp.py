@@ -74,6 +74,7 @@ mpiddp.destroy_process_group()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.essential
 def test_bytes_on_the_wire(tmp_path: Path) -> None:
     """What a step sends for each element."""
