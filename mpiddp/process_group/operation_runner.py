@@ -26,7 +26,7 @@ from mpiddp.flight_recorder.call_text import Call as RecordedCall
 from mpiddp.flight_recorder.call_text import call_of
 from mpiddp.mpi import communicators, uncaught
 from mpiddp.mpi.blocks import Block
-from mpiddp.process_group import call_check, gpu_tensors
+from mpiddp.process_group import call_check, dispatch_modes, gpu_tensors
 from mpiddp.process_group.call_blocks import Call
 from mpiddp.process_group.futures import FutureCompleter
 from mpiddp.process_group.gpu_tensors import GpuWork
@@ -336,6 +336,11 @@ class OperationRunner(OperationErrors):
         ranks, see `call_check.check`; a message is neither compared nor counted. If the first of
         `tensors` is on a GPU, all must be, see Note [Operations on copies].
         """
+        if event is None and dispatch_modes.is_seen(tensors, name, function):
+            rest = (detail, compared, elements, message, agreed)
+            # Not what hooks have put in its place: they have been called.
+            start = OperationRunner._start
+            return dispatch_modes.show(start, self, name, function, arguments, opts, tensors, rest)
         if torch.autograd.profiler._is_profiler_enabled and event is None:
             what = (function, arguments, opts, tensors, detail, compared, elements, message, agreed)
             event = Event(name)

@@ -42,6 +42,8 @@ def _names(
     ]
 
 
+_MODES = ("process_group/dispatch_modes", "to show operations to a TorchDispatchMode")
+
 PRIVATE_NAMES = [
     *_names("torch._C.", "Future", "ddp/python_hook", "the type of what a hook in Python returns"),
     *_names(
@@ -63,6 +65,9 @@ PRIVATE_NAMES = [
         "ddp/torch_reducer horovod/optimizer_reducer",
         "whether a backward runs",
     ),
+    *_names("torch._C.", "_len_torch_dispatch_stack", *_MODES),
+    *_names("torch._ops.", "OpOverload", *_MODES),
+    *_names("torch.utils._python_dispatch.", "_pop_mode_temporarily", *_MODES),
     *_names(
         "torch._C._functorch.",
         "peek_interpreter_stack",
