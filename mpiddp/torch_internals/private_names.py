@@ -42,6 +42,8 @@ def _names(
     ]
 
 
+_C10D = "torch._C._distributed_c10d."
+_HIDDEN = "options, stores and base classes that torch.distributed does not show"
 _MODES = ("process_group/dispatch_modes", "to show operations to a TorchDispatchMode")
 
 PRIVATE_NAMES = [
@@ -81,91 +83,76 @@ PRIVATE_NAMES = [
         "backward passes of torch.distributed.autograd",
     ),
     *_names(
-        "torch._C._distributed_c10d.",
+        _C10D,
         "AllToAllOptions ReduceScatterOptions",
         "horovod/execution process_group/group",
-        "options, stores and base classes that torch.distributed does not show",
+        _HIDDEN,
     ),
     *_names(
-        "torch._C._distributed_c10d.",
+        _C10D,
         "AllgatherOptions",
         "collectives/sparse horovod/execution process_group/group reducer/building "
         "reducer/model_check",
-        "options, stores and base classes that torch.distributed does not show",
+        _HIDDEN,
     ),
     *_names(
-        "torch._C._distributed_c10d.",
+        _C10D,
         "AllreduceCoalescedOptions BarrierOptions GatherOptions ReduceOptions ScatterOptions",
         "process_group/group",
-        "options, stores and base classes that torch.distributed does not show",
+        _HIDDEN,
     ),
     *_names(
-        "torch._C._distributed_c10d.",
+        _C10D,
         "AllreduceOptions",
         "horovod/execution process_group/group transports/channel_pool",
-        "options, stores and base classes that torch.distributed does not show",
+        _HIDDEN,
     ),
     *_names(
-        "torch._C._distributed_c10d.",
+        _C10D,
         "BroadcastOptions",
         "ddp/buffer_broadcast horovod/execution process_group/group",
-        "options, stores and base classes that torch.distributed does not show",
+        _HIDDEN,
     ),
+    *_names(_C10D, "BuiltinCommHookType", "ddp/hooks", _HIDDEN),
     *_names(
-        "torch._C._distributed_c10d.",
-        "BuiltinCommHookType",
-        "ddp/hooks",
-        "options, stores and base classes that torch.distributed does not show",
-    ),
-    *_names(
-        "torch._C._distributed_c10d.",
+        _C10D,
         "DebugLevel",
         "process_group/operation_runner reducer/errors rendezvous/launch_checks",
-        "options, stores and base classes that torch.distributed does not show",
+        _HIDDEN,
     ),
     *_names(
-        "torch._C._distributed_c10d.",
+        _C10D,
         "GradBucket",
         "compression ddp/grad_bucket ddp/hooks ddp/optimizer_in_backward",
-        "options, stores and base classes that torch.distributed does not show",
+        _HIDDEN,
     ),
     *_names(
-        "torch._C._distributed_c10d.",
+        _C10D,
         "HookOpName PostHookArgs PreHookArgs",
         "process_group/call_hooks",
         "hooks of groups",
         since="2.14.1",
     ),
+    *_names(_C10D, "Store", "process_group/group rendezvous/store rendezvous/world", _HIDDEN),
+    *_names(_C10D, "TCPStore", "rendezvous/store", _HIDDEN),
     *_names(
-        "torch._C._distributed_c10d.",
-        "Store",
-        "process_group/group rendezvous/store rendezvous/world",
-        "options, stores and base classes that torch.distributed does not show",
-    ),
-    *_names(
-        "torch._C._distributed_c10d.",
-        "TCPStore",
-        "rendezvous/store",
-        "options, stores and base classes that torch.distributed does not show",
-    ),
-    *_names(
-        "torch._C._distributed_c10d.",
+        _C10D,
         "Work",
         "horovod/execution process_group/call_hooks process_group/group "
         "process_group/operation_runner process_group/work",
-        "options, stores and base classes that torch.distributed does not show",
+        _HIDDEN,
     ),
     *_names(
-        "torch._C._distributed_c10d.",
+        _C10D,
         "_compute_bucket_assignment_by_size",
         "reducer/assignment",
         "the same buckets as torch's class",
     ),
     *_names(
-        "torch._C._distributed_c10d.",
+        _C10D,
         "get_debug_level",
         "process_group/operation_runner reducer/errors rendezvous/launch_checks",
-        "options, stores and base classes that torch.distributed does not show",
+        _HIDDEN,
     ),
     *_names(
         "torch._C._distributed_rpc.",
