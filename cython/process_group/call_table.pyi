@@ -22,7 +22,12 @@ class CallPage:
     broken: int
     def enter(self, number: int, digest: int) -> int: ...
     def exchange(
-        self, number: int, rank: int, sent: Sequence[int], expected: Sequence[int]
+        self,
+        number: int,
+        rank: int,
+        sent: Sequence[int],
+        expected: Sequence[int],
+        here: Sequence[int],
     ) -> int: ...
     def refuse(self, number: int) -> int: ...
     def break_at(self, number: int) -> None: ...

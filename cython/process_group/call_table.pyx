@@ -180,14 +180,15 @@ cdef class CallPage:
     cdef int compare(self, long long number, unsigned long long digest) noexcept:
         return self.compare_word(&self.words[FIRST + number % (LAST - FIRST)], number, digest)
 
-    def exchange(self, long long number, Py_ssize_t rank, sent, expected):
+    def exchange(self, long long number, Py_ssize_t rank, sent, expected, here):
         """Say how many bytes go to each rank and are to come from each; return whose do not fit.
 
         Args:
             number: which of the group's collectives it is.
-            rank: this one, in the group, whose ranks all share the page.
+            rank: this one, in the group.
             sent: for each rank, the bytes that it gets.
             expected: for each rank, those that it sends.
+            here: the ranks that share the page.
 
         Returns:
             The first rank whose numbers differ, -1 for none. With very many ranks nothing is
@@ -200,7 +201,7 @@ cdef class CallPage:
         if sets == 0:
             return -1
         words = &self.words[LAST + number % sets * size * size]
-        for other in range(size):
+        for other in here:
             if other != rank and (
                 self.compare_word(&words[rank * size + other], number, _folded(sent[other]))
                 or self.compare_word(&words[other * size + rank], number, _folded(expected[other]))

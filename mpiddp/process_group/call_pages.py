@@ -70,6 +70,7 @@ def share_page(
     communicator.Allgather([array.array("q", [index]), MPI.INT64_T], [indices, MPI.INT64_T])
     if table is not None and len(here) > 1 and indices[here[0]] >= 0:
         group.state.page = table.page(indices[here[0]])
+        group.state.here = here
         group.state.all_here = len(here) == len(ranks)
     if not group.state.all_here:
         group.state.blocks = CallBlocks(group)

@@ -88,12 +88,16 @@ class ProcessGroup(CallHooks):
         return self._store
 
     def shutdown(self) -> None:
-        """Free the group's communicators.
+        """Free the group's communicators, unless it is broken.
 
         Collective. Harmless when called twice, and in a forked child.
         """
         if forks.forked():
             return
+        if self.state.broken:
+            # What was sent in vain is still under way. A new communicator would receive it: MPICH
+            # tells messages apart by a number of the communicator, which it uses again.
+            self.forget_communicators()
         self.channel_pool.free()
         if self._state_broadcast is not None:
             self._state_broadcast.free()

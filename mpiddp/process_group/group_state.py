@@ -16,7 +16,7 @@ all of them raise, as for a dtype that cannot be summed, they stay at the same p
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpiddp.process_group.call_table import BROKEN, DIFFERS, FITS, call_digest
@@ -75,7 +75,8 @@ class GroupState:
         self.reason = ""
         # The group's page in the node's memory; None where it shares none.
         self.page: CallPage | None = None
-        # Whether all ranks of the group share that page.
+        # The ranks that share that page, and whether they are all of the group.
+        self.here: Sequence[int] = ()
         self.all_here = False
         # What compares the calls of a group whose ranks share none; None where they do.
         self.blocks: CallBlocks | None = None
@@ -89,7 +90,7 @@ class GroupState:
         Raises:
             RuntimeError: an operation has failed before, on this rank or another.
         """
-        if self.reason or (self.page is not None and self.page.broken):
+        if self.broken:
             raise self.error(name)
 
     def enter(self, number: int, call: Call) -> int:
@@ -118,10 +119,10 @@ class GroupState:
         told = ""
         if found != FITS:
             told = self.explain_misfit(number)
-        elif call.elements is not None and self.all_here:
+        elif call.elements is not None:
             size = call.tensors[0].element_size() if call.tensors else 1
             sent, expected = ([size * count for count in each] for each in call.elements())
-            other = self.page.exchange(self._compared, group.rank(), sent, expected)
+            other = self.page.exchange(self._compared, group.rank(), sent, expected, self.here)
             if other >= 0:
                 own = group.describe_ranks([group.rank()])
                 there = group.describe_ranks([other])
@@ -229,6 +230,11 @@ class GroupState:
             f"group on all ranks (torch.distributed.new_group); nothing is sent in this one any "
             f"more"
         )
+
+    @property
+    def broken(self) -> bool:
+        """Whether this rank knows that the group cannot go on."""
+        return bool(self.reason or (self.page is not None and self.page.broken))
 
     def release(self) -> None:
         """Give the group's page back."""

@@ -9,12 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_versions
-from group_data import rank, size
+from group_data import WHERE, new_group, rank, size
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(100)]
-
-# How the ranks compare their calls.
-WHERE = ["in a node", "between nodes"]
 
 LONG = timedelta(seconds=30)
 SHORT = timedelta(seconds=0.4)
@@ -39,18 +36,6 @@ def _quick_roll_call(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpiddp.process_group import roll_call
 
     monkeypatch.setattr(roll_call, "_PERIOD", 0.03)
-
-
-def new_group(where: str, timeout: timedelta = LONG) -> Any:
-    """Return a group of all ranks that compares its calls as in a node, or as between nodes."""
-    from mpiddp.process_group.call_blocks import CallBlocks
-
-    part: Any = dist.new_group(timeout=timeout)
-    if where == "between nodes":
-        part.state.release()
-        part.state.all_here, part.state.blocks = False, CallBlocks(part)
-    dist.barrier()
-    return part
 
 
 def sizes_that_differ(part: Any, more: int) -> dict[str, Callable[[], Any]]:
@@ -108,7 +93,7 @@ def test_sizes_that_differ(name: str, scale: int, where: str) -> None:
 
     Small ones are sent at once; where large ones did not fit, MPI has died of it.
     """
-    part = new_group(where)
+    part = new_group(where, LONG)
     more = scale if rank() == size() - 1 else 0
     with pytest.raises(RuntimeError, match=r"does not fit|where \d+ were expected|is broken"):
         meet_after(sizes_that_differ(part, more)[name], part)
@@ -128,7 +113,7 @@ def test_sizes_that_differ(name: str, scale: int, where: str) -> None:
 @pytest.mark.parametrize("later", [False, True])
 def test_all_ranks_are_told_between_nodes(count: int, later: bool) -> None:
     """Each by its own call, whether it waits at once or later."""
-    part = new_group("between nodes")
+    part = new_group("between nodes", LONG)
     last = rank() == size() - 1
     tensors = [torch.zeros(count + last) for _ in range(size())]
 
@@ -148,7 +133,7 @@ def test_all_ranks_are_told_between_nodes(count: int, later: bool) -> None:
 @pytest.mark.essential
 @pytest.mark.parametrize("where", WHERE)
 def test_what_one_rank_is_refused_the_others_are_told(where: str) -> None:
-    part = new_group(where)
+    part = new_group(where, LONG)
     last = rank() == size() - 1
     tensors = [torch.zeros(3) for _ in range(size() - last)]
     with pytest.raises((RuntimeError, ValueError), match=r"needs \d output|does not fit|is broken"):
@@ -159,7 +144,7 @@ def test_what_one_rank_is_refused_the_others_are_told(where: str) -> None:
 
 @pytest.mark.parametrize("where", WHERE)
 def test_what_all_ranks_are_refused_breaks_nothing(where: str) -> None:
-    part = new_group(where)
+    part = new_group(where, LONG)
     for _ in range(3):
         with pytest.raises(ValueError, match=r"needs \d output"):
             dist.all_gather([torch.zeros(3)], torch.ones(3), part)
@@ -172,7 +157,7 @@ def test_what_all_ranks_are_refused_breaks_nothing(where: str) -> None:
 @pytest.mark.essential
 @pytest.mark.parametrize("where", WHERE)
 def test_another_collective_of_the_same_size(where: str) -> None:
-    part = new_group(where)
+    part = new_group(where, LONG)
     tensor = torch.ones(3)
     calls = {
         True: lambda: dist.broadcast(tensor, 0, group=part),
@@ -270,3 +255,26 @@ def test_pages_are_given_back() -> None:
         dist.barrier()
         assert part.state.page is None
     assert CallTable is not None
+
+
+@pytest.mark.essential
+@pytest.mark.parametrize("where", WHERE)
+def test_a_new_group_gets_nothing_of_a_broken_one(where: str) -> None:
+    part = new_group(where, SHORT)
+    if rank() == 0:
+        dist.isend(torch.full((3,), 7.0), 1, part)  # nobody receives it
+    dist.barrier()
+    if rank() != 0:
+        with pytest.raises(RuntimeError, match=r"has waited 0\.4 s|group is broken"):
+            dist.all_reduce(torch.ones(3), group=part)
+    dist.barrier()
+    dist.destroy_process_group(part)
+    for _ in range(3):
+        again = new_group(where, LONG)
+        if rank() == 0:
+            dist.send(torch.full((3,), 9.0), 1, again)
+        elif rank() == 1:
+            tensor = torch.zeros(3)
+            dist.recv(tensor, 0, again)
+            assert tensor.tolist() == [9.0] * 3
+        dist.destroy_process_group(again)

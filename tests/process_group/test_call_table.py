@@ -1,11 +1,21 @@
 """The words in which the ranks of a node compare their calls."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
 
-from mpiddp.process_group.call_table import BROKEN, BYTES, DIFFERS, FITS, CallTable
+from mpiddp.process_group.call_table import (
+    BROKEN,
+    BYTES,
+    DIFFERS,
+    FITS,
+    CallPage,
+    CallTable,
+    balance,
+    call_digest,
+)
 from mpiddp.system import memory_files
 from mpiddp.transports.shared_memory import Mapping
 
@@ -15,6 +25,10 @@ def table() -> CallTable:
     descriptor = memory_files.create("test")
     os.ftruncate(descriptor, BYTES)
     return CallTable(Mapping(descriptor, BYTES, own=True), [0, 1])
+
+
+def enter(page: CallPage, number: int, name: str, detail: object, tensors: Any) -> int:
+    return page.enter(number, call_digest(number, name, detail, tensors))
 
 
 def test_sizes_names_roots_and_dtypes(table: CallTable) -> None:
@@ -33,40 +47,40 @@ def test_sizes_names_roots_and_dtypes(table: CallTable) -> None:
     for one, first in enumerate(calls):
         for other, second in enumerate(calls):
             number += 1
-            assert page.enter(number, *first) == FITS
-            assert page.enter(number, *second) == (FITS if one == other else DIFFERS)
+            assert enter(page, number, *first) == FITS
+            assert enter(page, number, *second) == (FITS if one == other else DIFFERS)
 
 
 def test_bytes_may_be_called_otherwise(table: CallTable) -> None:
     """What only moves data does not care for the dtype, as with Gloo."""
     page = table.page(table.take(2))
-    assert page.enter(1, "broadcast", 0, [torch.ones(4)]) == FITS
-    assert page.enter(1, "broadcast", 0, [torch.ones(16, dtype=torch.uint8)]) == FITS
+    assert enter(page, 1, "broadcast", 0, [torch.ones(4)]) == FITS
+    assert enter(page, 1, "broadcast", 0, [torch.ones(16, dtype=torch.uint8)]) == FITS
 
 
 def test_ranks_that_are_apart(table: CallTable) -> None:
     """A rank that is so far behind that its word is gone is not compared, and harms nobody."""
     page = table.page(table.take(2))
     for number in range(1, 2000):
-        assert page.enter(number, "broadcast", 0, [torch.ones(number)]) == FITS
-    assert page.enter(1, "broadcast", 0, [torch.ones(7)]) == FITS
-    assert page.enter(1999, "broadcast", 0, [torch.ones(7)]) == DIFFERS
+        assert enter(page, number, "broadcast", 0, [torch.ones(number)]) == FITS
+    assert enter(page, 1, "broadcast", 0, [torch.ones(7)]) == FITS
+    assert enter(page, 1999, "broadcast", 0, [torch.ones(7)]) == DIFFERS
 
 
 def test_after_four_thousand_million_collectives(table: CallTable) -> None:
     page = table.page(table.take(2))
     for number in range(2**32 - 3, 2**32 + 3):
-        assert page.enter(number, "barrier", None, ()) == FITS
-        assert page.enter(number, "barrier", None, ()) == FITS
-        assert page.enter(number, "broadcast", 0, ()) == DIFFERS
+        assert enter(page, number, "barrier", None, ()) == FITS
+        assert enter(page, number, "barrier", None, ()) == FITS
+        assert enter(page, number, "broadcast", 0, ()) == DIFFERS
 
 
 def test_refused_by_all_or_by_some(table: CallTable) -> None:
     page = table.page(table.take(2))
     assert page.refuse(1) == FITS
     assert page.refuse(1) == FITS
-    assert page.enter(1, "barrier", None, ()) == DIFFERS
-    assert page.enter(2, "barrier", None, ()) == FITS
+    assert enter(page, 1, "barrier", None, ()) == DIFFERS
+    assert enter(page, 2, "barrier", None, ()) == FITS
     assert page.refuse(2) == DIFFERS
 
 
@@ -75,7 +89,7 @@ def test_broken(table: CallTable) -> None:
     page.break_at(7)
     page.break_at(9)
     assert page.broken == 7
-    assert page.enter(10, "barrier", None, ()) == BROKEN
+    assert enter(page, 10, "barrier", None, ()) == BROKEN
     assert page.refuse(10) == FITS
     assert other.broken == 0
 
@@ -99,16 +113,43 @@ def test_a_page_is_free_when_all_have_left_it(table: CallTable) -> None:
 def test_both_ends_of_messages(table: CallTable) -> None:
     page = table.page(table.take(3))
     for number in range(1, 5000):
-        assert page.exchange(number, 0, [0, 4, 8], [0, 5, 2**40]) == -1
-        assert page.exchange(number, 1, [5, 0, 7], [4, 0, 9]) == -1
-    assert page.exchange(4999, 2, [2**40, 9, 0], [8, 7, 0]) == -1
-    assert page.exchange(4998, 2, [2**41, 9, 0], [8, 7, 0]) == 0
-    assert page.exchange(4997, 2, [2**40, 9, 0], [8, 6, 0]) == 1
-    assert page.exchange(1, 2, [1, 1, 0], [1, 1, 0]) == -1, "too far behind to know"
-    assert page.enter(4999, "gather", 0, ()) == FITS
+        assert page.exchange(number, 0, [0, 4, 8], [0, 5, 2**40], range(3)) == -1
+        assert page.exchange(number, 1, [5, 0, 7], [4, 0, 9], range(3)) == -1
+    assert page.exchange(4999, 2, [2**40, 9, 0], [8, 7, 0], range(3)) == -1
+    assert page.exchange(4998, 2, [2**41, 9, 0], [8, 7, 0], range(3)) == 0
+    assert page.exchange(4997, 2, [2**40, 9, 0], [8, 6, 0], range(3)) == 1
+    assert page.exchange(1, 2, [1, 1, 0], [1, 1, 0], range(3)) == -1, "too far behind to know"
+    assert enter(page, 4999, "gather", 0, ()) == FITS
 
 
 def test_too_many_ranks_for_pairs(table: CallTable) -> None:
     page = table.page(table.take(100))
     for rank in range(2):
-        assert page.exchange(1, rank, [rank] * 100, [0] * 100) == -1
+        assert page.exchange(1, rank, [rank] * 100, [0] * 100, range(100)) == -1
+
+
+def test_only_ranks_of_the_node_are_compared(table: CallTable) -> None:
+    page = table.page(table.take(2))
+    assert page.exchange(1, 0, [0, 4, 8], [0, 5, 8], [0, 1]) == -1
+    assert page.exchange(1, 1, [5, 0, 7], [4, 0, 9], [0, 1]) == -1
+    assert page.exchange(2, 0, [0, 4, 8], [0, 5, 8], [0, 1]) == -1
+    assert page.exchange(2, 1, [6, 0, 7], [4, 0, 9], [0, 1]) == 0
+
+
+def test_balance() -> None:
+    """The sum over all ranks is zero if both ends of each message agree."""
+    sizes = [[3, 1, 4], [1, 5, 9], [2, 6, 5]]
+
+    def total(seen: list[list[int]], size: int = 4) -> int:
+        columns = list(zip(*seen, strict=True))
+        return sum(balance(rank, size, sizes[rank], columns[rank]) for rank in range(3)) % 2**64
+
+    assert total(sizes) == 0
+    for rank in range(3):
+        for other in range(3):
+            wrong = [list(row) for row in sizes]
+            wrong[rank][other] += 1
+            assert total(wrong) != 0
+    swapped = [list(row) for row in sizes]
+    swapped[0][1], swapped[1][0] = swapped[0][0], swapped[0][1]
+    assert total(swapped) != 0

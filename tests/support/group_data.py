@@ -1,6 +1,7 @@
 """What tests of the process group share: tensors of known bits for each rank, and references."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -125,3 +126,19 @@ def assert_same_on_all_ranks(tensor: torch.Tensor) -> None:
     everyone: list[Any] = [None] * size()
     dist.all_gather_object(everyone, raw(tensor).numpy().tobytes())
     assert len(set(everyone)) == 1
+
+
+# How the ranks of a group compare their calls.
+WHERE = ["in a node", "between nodes"]
+
+
+def new_group(where: str, timeout: timedelta) -> Any:
+    """Return a group of all ranks that compares its calls as in a node, or as between nodes."""
+    from mpiddp.process_group.call_blocks import CallBlocks
+
+    part: Any = dist.new_group(timeout=timeout)
+    if where == "between nodes":
+        part.state.release()
+        part.state.all_here, part.state.blocks = False, CallBlocks(part)
+    dist.barrier()
+    return part
