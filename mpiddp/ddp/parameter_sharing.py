@@ -1,4 +1,4 @@
-"""The wrapper's part of sharing parameters within a node: who must wait, and `writing`."""
+"""The wrapper's part of sharing parameters within a node: who may read, and `writing`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.parallel.distributed import _find_tensors
 
+from mpiddp.ddp import shared_loading
 from mpiddp.ddp.shared_parameters import SharedParameters
 from mpiddp.torch_internals.compiler import skip_compilation
 from mpiddp.torch_internals.versions import TorchWrapper
@@ -36,7 +36,14 @@ class ParameterSharing(TorchWrapper):
         }
         shared = SharedParameters(named, self.reducer, self.process_group)
         self._shared_parameters = shared
-        _install_hooks(self.module, shared, weakref.WeakMethod(self.writing))
+        wrapper = weakref.ref(self)
+
+        def is_uneven() -> bool:
+            found = wrapper()
+            return found is not None and found._join_config.enable
+
+        shared.is_uneven = is_uneven
+        _install_hooks(self.module, shared)
 
     def writing(self) -> AbstractContextManager[None]:
         """Return a context in which parameters may be changed in place.
@@ -52,28 +59,25 @@ class ParameterSharing(TorchWrapper):
                 this is within join(), where other ranks may be without inputs.
         """
         shared = self._shared_parameters
-        if shared is not None and self._join_config.enable:
-            raise RuntimeError(
-                f"rank {self.process_group.rank()}: writing() changes parameters on all ranks, and "
-                f"within join() some may be without inputs: do it before or after"
-            )
+        if shared is not None:
+            shared_loading.refuse_in_join(shared)
         return nullcontext() if shared is None else shared.writing()
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield names and parameters, when these may be read. Overrides torch's method.
+        """Yield names and parameters, if these may be read. Overrides torch's method.
 
-        It waits for the other ranks' part of the last step; not collective.
+        Not collective.
         """
         if self._shared_parameters is not None:
-            self._shared_parameters.wait()
+            self._shared_parameters.check()
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Wait until parameters may be read. Overrides torch's method of this name."""
+        """See that parameters may be read. Overrides torch's method of this name."""
         if self._shared_parameters is not None:
-            self._shared_parameters.wait()
+            self._shared_parameters.check()
             self._shared_parameters.check_unwritten()
         return super()._pre_forward(*inputs, **kwargs)
 
@@ -81,7 +85,7 @@ class ParameterSharing(TorchWrapper):
         """Complete gradients that will be added to. Overrides torch's method of this name."""
         output = super()._post_forward(output)
         if self._shared_parameters is not None and torch.is_grad_enabled():
-            self._shared_parameters.watch(_find_tensors(output), self._join_config.enable)
+            self._shared_parameters.watch_backward()
         return output
 
 
@@ -100,7 +104,7 @@ class _ModuleHook:
         self._react = react
 
     def __call__(self, *arguments: Any) -> None:
-        # Compiled code is called by the wrapper's forward, which has waited.
+        # Compiled code is called by the wrapper's forward, which has looked.
         if self._shared is None or torch.compiler.is_compiling():
             return
         shared = self._shared()
@@ -108,42 +112,13 @@ class _ModuleHook:
             self._react(shared)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _ModuleHook, (None, SharedParameters.wait)
+        return _ModuleHook, (None, SharedParameters.check)
 
 
-def _install_hooks(
-    module: torch.nn.Module,
-    shared: SharedParameters,
-    writing: weakref.WeakMethod[Callable[[], AbstractContextManager[None]]],
-) -> None:
-    """Let a module, or a part of it, that is used without its wrapper wait, too."""
-    module.register_forward_pre_hook(_ModuleHook(shared, SharedParameters.wait))
+def _install_hooks(module: torch.nn.Module, shared: SharedParameters) -> None:
+    """Let a module, or a part of it, that is used without its wrapper look, too."""
+    shared_loading.install()
+    module.register_forward_pre_hook(_ModuleHook(shared, SharedParameters.check_unwritten))
     for part in module.modules():
-        loading = _Loading(writing)
-        part.register_state_dict_pre_hook(_ModuleHook(shared, SharedParameters.wait))
-        part._register_load_state_dict_pre_hook(_ModuleHook(shared, loading.begin))
-        part.register_load_state_dict_post_hook(_ModuleHook(shared, loading.end))
-
-
-class _Loading:
-    """Keeps `writing` open while a module loads a state_dict.
-
-    Args:
-        writing: of the wrapper, as long as that is there.
-    """
-
-    def __init__(
-        self, writing: weakref.WeakMethod[Callable[[], AbstractContextManager[None]]]
-    ) -> None:
-        self._writing = writing
-        self._open: AbstractContextManager[None] | None = None
-
-    def begin(self, shared: SharedParameters) -> None:
-        opened = (self._writing() or shared.writing)()
-        opened.__enter__()
-        self._open = opened
-
-    def end(self, shared: SharedParameters) -> None:
-        opened, self._open = self._open, None
-        if opened is not None:
-            opened.__exit__(None, None, None)
+        part.register_state_dict_pre_hook(_ModuleHook(shared, SharedParameters.check))
+        part._register_load_state_dict_pre_hook(_ModuleHook(shared, shared_loading.begin))

@@ -6,38 +6,33 @@ All ranks of a node read the same parameters in forward and backward, and each r
 of them. So
 * a rank that comes to its optimizer's step is done with reading, and says so; it writes when all
   ranks of the node have come;
-* when it has written it says so again, and goes on. Whoever reads next (forward, `state_dict`,
-  `parameters`, the next step) waits first for all ranks.
-Both are rounds of one NodeMeeting. Between the two, ranks that load data or write logs hold nobody
-up. A rank that fails while it writes marks the meeting, and from then on every rank raises where it
-would have read: parameters of which only some parts are stepped are never used, nor saved.
-
-Note [Partial means]
-~~~~~~~~~~~~~~~~~~~~
-With a NodeOptimizer, each rank needs the mean of a gradient only where it steps. So means go to
-their owners only, see Note [Means for owners only] in shared.pyx, and what else is in ``.grad`` is
-the rank's own gradient. Whoever needs all of it copies the other parts from their owners first
-(`complete`). That is done for the user where a backward adds to such gradients.
+* when it has written it says so again, and waits for all ranks: nobody reads what is half stepped,
+  also not through a reference that the program has kept. The parts are of one size, so that is
+  short, and ranks that load data or write logs afterwards hold nobody up.
+Both are rounds of one NodeMeeting. A rank that fails while it writes, or leaves a meeting with an
+exception, as of a signal handler, marks the meeting: it could not be told any more which round it
+is in. From then on every rank raises where it would have read, see shared_reads.py: parameters of
+which only some parts are stepped are never used, nor saved.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mpiddp import settings
-from mpiddp.ddp import shared_reads
+from mpiddp.ddp import shared_data, shared_reads
 from mpiddp.ddp.node_parts import BucketLayout, lay_out
+from mpiddp.ddp.partial_means import PartialMeans
 from mpiddp.engine import forks
 from mpiddp.mpi import nodes
 from mpiddp.reducer.bucket import view_like
 from mpiddp.transports.node_meeting import NodeMeeting
-from mpiddp.transports.shared import SharedBuckets
 from mpiddp.transports.shared_memory import Mapping, allocate_common
 
 # Takes what to do and its arguments; returns whether the step has ended with it.
@@ -54,8 +49,18 @@ AREA_BYTES = 1 << 16
 # Parameters that are not trained, which no rank steps, lie closer.
 ALIGNMENT = 64
 
+# Why a rank has failed.
+WROTE, WAITED, INTERRUPTED = 1, 2, 3
+_WHY = {
+    0: "rank {rank} failed",
+    WROTE: "rank {rank} failed while it wrote parameters",
+    WAITED: "rank {rank} failed: it has waited too long for the other ranks of its node",
+    INTERRUPTED: "rank {rank} failed: an exception, as of a signal handler, came while it waited "
+    "for the other ranks of its node",
+}
 
-class SharedParameters:
+
+class SharedParameters(PartialMeans):
     """The parameters of a module in memory that the ranks of a node share.
 
     Collective. Each node keeps the values of its first rank.
@@ -80,12 +85,12 @@ class SharedParameters:
         self._debug = settings.DEBUG.read()
         if self._debug and not faulthandler.is_enabled():
             faulthandler.enable()  # says in which line a page was written that must not be
-        self._pending = False
         self._writing = False
-        # Whether some NodeOptimizer wants that, and none wants whole means.
-        self._means_to_owners: bool | None = None
-        self._bound: list[Any] | None = None
         self._whole_at = [0] * len(self.parameters)
+        self._versions_then = []
+        self._hooks = []
+        # Whether this is within join(), where other ranks may be without inputs.
+        self.is_uneven: Callable[[], bool] = bool
         # Do on a rank without inputs what an optimizer does on the others, see UnevenInputs.
         self.followers: list[weakref.WeakMethod[Follower]] = []
         with self._node() as node:
@@ -94,6 +99,8 @@ class SharedParameters:
             self.layouts = [
                 lay_out(bucket, self.parameters, node.Get_size()) for bucket in reducer.buckets
             ]
+        # Of each rank, why it has failed.
+        self._reasons = memoryview(self.allocate(8 * self.ranks, ())).cast("B").cast("q")
         self._place(named)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -191,28 +198,25 @@ class SharedParameters:
         self._shared = [parameter for parameter, _, _ in places]
         self._addresses = [parameter.data_ptr() for parameter in self._shared]
         self._note_versions()
+        shared_data.show_changes(self, self._shared)
         self._protect()
 
     # Turns, see Note [Whose turn it is].
 
-    def wait(self) -> None:
-        """Wait until the parameters may be read: all ranks of the node have written.
-
-        Not collective: it waits for steps that all ranks have begun.
-
-        Raises:
-            RuntimeError: a rank failed while it wrote, or did not come within the group's timeout.
-        """
-        if forks.forked():
-            return  # what the parent has is all there is
-        if self._pending:
-            self._wait("the optimizer's step")
-            self._pending = False
-            shared_reads.end(self)
-        self._check()
+    def check(self) -> None:
+        """Raise RuntimeError if a rank has failed: parameters may not be read. Not collective."""
+        failed = self._meeting.failed
+        if failed is None or forks.forked():  # what the parent has is all there is
+            return
+        why = _WHY[self._reasons[failed]].format(rank=self._ranks[failed])
+        raise RuntimeError(
+            f"{why}, and this rank {self.group.rank()} shares parameters with it. They may be half "
+            f"changed, so they are not used any more: start again from the last checkpoint"
+        )
 
     def check_unwritten(self) -> None:
         """Raise RuntimeError if a parameter was changed where that is forbidden. Not collective."""
+        self.check()
         versions = [parameter._version for parameter in self._shared]
         if versions == self._versions or self._writing or forks.forked():
             return
@@ -234,6 +238,11 @@ class SharedParameters:
                     f"move a module before it is wrapped, and leave `.data` alone"
                 )
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank changes a private copy."""
+        return self._writing
+
     def exchange(self, number: float) -> list[float]:
         """Return the number of each rank of the node, by rank. Collective."""
         self._meet("an exchange of numbers", number)
@@ -244,30 +253,55 @@ class SharedParameters:
         self.group.broadcast([tensor]).wait()
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
+    def stepping(self, edits: int = 0, refused: str = "") -> Iterator[None]:
         """Let each rank of the node write its part of the parameters. Collective.
 
+        Args:
+            edits: says what the user has changed in the optimizer, the same on all ranks.
+            refused: why that cannot be stepped.
+
         Raises:
-            RuntimeError: another rank failed, or did not come within the group's timeout.
+            RuntimeError: another rank failed, or did not come within the group's timeout; or the
+                ranks do not agree on what to do, and then nothing was changed.
         """
         forks.check("step of a NodeOptimizer")
+        if self._writing:
+            raise RuntimeError(
+                f"rank {self.group.rank()}: step() within writing() would step this rank's private "
+                f"copy of the parameters: leave writing() before it"
+            )
         self.check_unwritten()
         self.check_places()
-        self._meet("the optimizer's step")
+        self.check()
+        problem = ""
         try:
+            self._meet("the optimizer's step", self.asks | edits << 2)
+            told = [int(number) for number in self._meeting.numbers_of_all()]
+            problem = self.agree_on_means(told) or self._compare_edits(told, refused)
+            if problem:
+                raise RuntimeError(problem)
             if self._debug:
                 self._mapping.allow_writes(True)
             yield
             self._protect()
+            # Autograd sees it where a graph is used that saved a parameter.
+            torch.autograd.graph.increment_version(self.parameters)
+            self._note_versions()
+            self._stepped = True
+            self._meet("the end of the optimizer's step")
         except BaseException:
-            self._meeting.fail()
+            if not problem:
+                self._fail(WROTE)
+                shared_reads.refuse(self, self._shared)
             raise
-        # Autograd sees it where a graph is used that saved a parameter.
-        torch.autograd.graph.increment_version(self.parameters)
-        self._note_versions()
-        self._meeting.arrive()
-        self._pending = True
-        shared_reads.begin(self)
+
+    def _compare_edits(self, told: list[int], refused: str) -> str:
+        if len({number >> 2 for number in told}) <= 1:
+            return f"rank {self.group.rank()}: {refused}" if refused else ""
+        return (
+            f"rank {self.group.rank()}: the ranks of this node have changed the state or the "
+            f"param_groups of a NodeOptimizer in different ways. All of them must do the same"
+        )
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -275,51 +309,81 @@ class SharedParameters:
         if self._writing:
             yield
             return
+        self.begin_writing()
+        try:
+            yield
+        except BaseException:
+            self._fail(WROTE)
+            self._end_private()
+            raise
+        self.end_writing()
+
+    def begin_writing(self) -> None:
+        """Let this rank change a private copy from now on. Collective."""
         # No check for changes: torch.distributed.checkpoint loads in place before load_state_dict.
         forks.check("writing()")
         self._meet("writing()")
         self._mapping.make_private()
         self._writing = True
+
+    def end_writing(self, raised: bool = False) -> None:
+        """Let all ranks have what the first rank of the node has written. Collective.
+
+        Args:
+            raised: whether this rank could not write all of it.
+
+        Raises:
+            RuntimeError: some ranks could, and others could not. The parameters are as before.
+        """
         try:
-            yield
-            self._meet("the end of writing()")
+            self._meet("the end of writing()", raised)
+            failed = [rank for rank, each in enumerate(self._meeting.numbers_of_all()) if each]
+            if failed and len(failed) < self.ranks:
+                raise RuntimeError(
+                    f"rank {self.group.rank()}: a load into parameters that the ranks of this node "
+                    f"share raised on rank {self._world_rank(failed[0])}, and not on all ranks"
+                )
             if self.rank == 0:
                 self._mapping.keep_writes()
         except BaseException:
-            self._meeting.fail()
+            self._fail(WROTE)
             raise
         finally:
-            self._writing = False
-            self._mapping.share_again()
-            self._protect()
+            self._end_private()
         self._note_versions()
         self._meet("the end of writing()")
 
+    def _end_private(self) -> None:
+        self._writing = False
+        self._mapping.share_again()
+        self._protect()
+
     def _meet(self, where: str, number: float = 0) -> None:
         """Wait for all ranks of the node. Collective."""
-        self.wait()
-        self._meeting.arrive(number)
-        self._wait(where)
-        self._check()
+        self.check()
+        try:
+            self._meeting.arrive(number)
+            if not self._meeting.wait(self._timeout):
+                missing = ", ".join(str(self._ranks[rank]) for rank in self._meeting.missing())
+                self._fail(WAITED)
+                raise RuntimeError(
+                    f"rank {self.group.rank()} has waited {self._timeout:g} s in {where} for rank "
+                    f"{missing}, with which it shares its parameters. All ranks of a node must "
+                    f"call the same steps"
+                )
+        except BaseException:
+            self._fail(INTERRUPTED)
+            raise
+        self.check()
 
-    def _wait(self, where: str) -> None:
-        if not self._meeting.wait(self._timeout):
-            missing = ", ".join(str(self._ranks[rank]) for rank in self._meeting.missing())
+    def _fail(self, reason: int) -> None:
+        """Let no rank go on."""
+        if self._meeting.failed is None:
+            self._reasons[self.rank] = reason
             self._meeting.fail()
-            raise RuntimeError(
-                f"rank {self.group.rank()} has waited {self._timeout:g} s in {where} for rank "
-                f"{missing}, with which it shares its parameters. All ranks of a node must call "
-                f"the same steps"
-            )
 
-    def _check(self) -> None:
-        failed = self._meeting.failed
-        if failed is not None:
-            raise RuntimeError(
-                f"rank {self._ranks[failed]} failed while it wrote parameters that this rank "
-                f"{self.group.rank()} shares with it. They may be half changed, so they are not "
-                f"used any more: start again from the last checkpoint"
-            )
+    def _world_rank(self, rank: int) -> int:
+        return self._ranks[rank]
 
     def _note_versions(self) -> None:
         self._versions = [parameter._version for parameter in self._shared]
@@ -348,109 +412,6 @@ class SharedParameters:
             arguments: for it.
         """
         self.group.allgather_objects((number, what, arguments))
-
-    # Gradients, see Note [Partial means].
-
-    def send_means_to_owners(self, wanted: bool) -> None:
-        """Write means only where they are stepped, if the transport can. Collective.
-
-        Args:
-            wanted: False: whole means from now on, also if that was called before, or is later.
-        """
-        self.complete()
-        self._means_to_owners = wanted and self._means_to_owners is not False
-        self._bound = None
-        self.bind()
-        self.note_whole(range(len(self.parameters)))
-        self._meet("construction of a NodeOptimizer")
-
-    def bind(self) -> bool:
-        """Prepare buckets that are new; return whether they are. Not collective."""
-        buckets = self.reducer.buckets
-        if buckets is self._bound:
-            return False
-        self._bound = buckets
-        owners = _owner_of_memory(buckets)
-        self.sends_to_owners = (
-            bool(self._means_to_owners)
-            and owners is not None
-            and all(bucket.gradient_buffer is None for bucket in buckets)
-        )
-        if owners is not None:
-            owned = [layout.elements * layout.dtype.itemsize for layout in self.layouts]
-            owners.send_to_owners(owned if self.sends_to_owners else [0] * len(owned))
-        return True
-
-    def note_whole(self, indices: Iterable[int]) -> None:
-        """Note that the gradients of these parameters are not partial means. Not collective."""
-        for index in indices:
-            self._whole_at[index] = self.reducer.reductions
-
-    def has_partial_means(self) -> bool:
-        """Whether some gradient is the mean only where this rank steps. Not collective."""
-        return (
-            self._bound is self.reducer.buckets
-            and self.sends_to_owners
-            and any(
-                at < self.reducer.reductions and parameter.grad is not None
-                for at, parameter in zip(self._whole_at, self.parameters, strict=True)
-            )
-        )
-
-    def complete(self, always: bool = False) -> None:
-        """Bring the means of other ranks' parts into ``.grad``. Collective.
-
-        Args:
-            always: also where this rank needs none, because others do.
-        """
-        if not always and not self.has_partial_means():
-            return
-        self._meet("gradients()")
-        for number, (bucket, layout) in enumerate(
-            zip(self.reducer.buckets, self.layouts, strict=True)
-        ):
-            memory: Any = bucket.memory.owner if bucket.memory is not None else None
-            size = layout.elements * layout.dtype.itemsize
-            for start, stop, owner in layout.parts():
-                if owner != self.rank:
-                    theirs = memory.buffer(number, owner, size).view(layout.dtype)
-                    bucket.gradients[start:stop].copy_(theirs[start:stop])
-        self._meet("gradients()")
-        self.note_whole(range(len(self.parameters)))
-
-    def watch(self, outputs: Iterable[torch.Tensor], uneven: bool) -> None:
-        """Complete gradients when a backward from `outputs` begins to add to them.
-
-        Not collective; the backward is.
-
-        Args:
-            outputs: of the forward.
-            uneven: whether other ranks may be without inputs by now, within join().
-        """
-        if not self.has_partial_means():
-            return
-
-        def complete(gradient: torch.Tensor) -> None:
-            if uneven and self.has_partial_means():
-                raise RuntimeError(
-                    f"rank {self.group.rank()}: this backward adds to gradients that are means "
-                    f"only where this rank steps, and within join() other ranks may be without "
-                    f"inputs: call zero_grad before it, or use "
-                    f"NodeOptimizer(..., whole_gradients=True)"
-                )
-            self.complete()
-
-        for output in outputs:
-            if output.requires_grad:
-                output.register_hook(complete)  # type: ignore[no-untyped-call]
-
-
-def _owner_of_memory(buckets: Sequence[Any]) -> SharedBuckets | None:
-    """Return what can write means to their owners only, None if nothing can."""
-    memory = buckets[0].memory.owner
-    if isinstance(memory, SharedBuckets) and memory.has_owners:
-        return memory
-    return None
 
 
 def _on_its_own(view: torch.Tensor) -> torch.Tensor:

@@ -1,99 +1,95 @@
-"""Let who reads parameters without their wrapper wait for the optimizer's step of the other ranks.
+"""Refuse parameters to who reads them without their wrapper after a step that failed.
 
-A rank that has stepped its part of the parameters that a node shares goes on before the others have
-stepped theirs. Until then, what reads parameters waits: the forward of any module,
-`Module.named_parameters` (and so `parameters`), and copies and pickles of parameters. A tensor that
-somebody kept cannot be made to wait.
+Some ranks of the node have stepped their part and others have not. From then on whoever asks a
+module for such a parameter gets an error: the forward of any module that has one,
+`Module.named_parameters` (and so `parameters`), attributes of modules, copies and pickles of
+parameters. A tensor that somebody kept cannot be taken away. Nothing of torch is replaced before a
+step has failed.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from mpiddp.torch_internals.compiler import skip_compilation
 
-__all__ = ["Waiter", "begin", "end"]
+__all__ = ["Owner", "refuse"]
 
 
-class Waiter(Protocol):
-    """What waits for a step."""
+class Owner(Protocol):
+    """Says why parameters may not be read."""
 
-    def wait(self) -> None:
-        """Return when the step is over; call `end`. Not collective."""
+    def check(self) -> None:
+        """Raise RuntimeError. Not collective."""
 
 
-_under_way: list[weakref.ref[Waiter]] = []
-_hook: RemovableHandle | None = None
+_refused: dict[int, weakref.ref[Owner]] = {}
 _installed = False
 
 
-def begin(waiter: Waiter) -> None:
-    """Let readers wait from now on. Not collective."""
-    global _hook
+def refuse(owner: Owner, parameters: Sequence[torch.Tensor]) -> None:
+    """Let readers of these parameters get the owner's error from now on. Not collective."""
     _install()
-    _under_way.append(weakref.ref(waiter, _forget))
-    if _hook is None:
-        _hook = register_module_forward_pre_hook(_before_forward)
+    keys = [id(parameter) for parameter in parameters]
+    reference = weakref.ref(owner)
+    _refused.update((key, reference) for key in keys)
+    weakref.finalize(owner, _forget, keys).atexit = False
 
 
-def end(waiter: Waiter) -> None:
-    """Let them not wait any more. Not collective."""
-    for reference in _under_way[:]:
-        if reference() is waiter:
-            _forget(reference)
+def _forget(keys: Sequence[int]) -> None:
+    for key in keys:
+        _refused.pop(key, None)
 
 
-def _forget(reference: weakref.ref[Waiter]) -> None:
-    global _hook
-    if reference in _under_way:
-        _under_way.remove(reference)
-    if not _under_way and _hook is not None:
-        _hook.remove()
-        _hook = None
-
-
-def _wait() -> None:
-    for reference in _under_way[:]:
-        waiter = reference()
-        if waiter is not None:
-            waiter.wait()
+def _check(parameter: object) -> None:
+    found = _refused.get(id(parameter))
+    owner = None if found is None else found()
+    if owner is not None:
+        owner.check()
 
 
 @skip_compilation  # type: ignore[type-var]
-def _before_forward(*arguments: Any) -> None:
-    _wait()
+def _before_forward(module: torch.nn.Module, *arguments: Any) -> None:
+    for parameter in module._parameters.values():
+        _check(parameter)
 
 
 def _install() -> None:
-    """Replace the functions of torch that read parameters by ones that wait. Once a process."""
+    """Replace the functions of torch that read parameters by ones that look. Once a process."""
     global _installed
     if _installed:
         return
     _installed = True
+    register_module_forward_pre_hook(_before_forward)
     module: Any = torch.nn.Module
     named_parameters: Callable[..., Iterator[Any]] = module.named_parameters
+    attribute: Callable[[Any, str], Any] = module.__getattr__
 
-    def waiting(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        if _under_way:
-            _wait()
-        return named_parameters(self, *args, **kwargs)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        for name, parameter in named_parameters(self, *args, **kwargs):
+            _check(parameter)
+            yield name, parameter
 
-    waiting.__doc__ = named_parameters.__doc__
-    module.named_parameters = waiting
+    def checked_attribute(self: Any, name: str) -> Any:
+        found = attribute(self, name)
+        _check(found)
+        return found
+
+    checked.__doc__ = named_parameters.__doc__
+    module.named_parameters = checked
+    module.__getattr__ = checked_attribute
     for name in ("__deepcopy__", "__reduce_ex__"):
-        setattr(torch.nn.Parameter, name, _waiting_first(getattr(torch.nn.Parameter, name)))
+        setattr(torch.nn.Parameter, name, _checking_first(getattr(torch.nn.Parameter, name)))
 
 
-def _waiting_first(method: Callable[..., Any]) -> Callable[..., Any]:
-    def first_wait(self: Any, argument: Any) -> Any:
-        if _under_way:
-            _wait()
+def _checking_first(method: Callable[..., Any]) -> Callable[..., Any]:
+    def first_check(self: Any, argument: Any) -> Any:
+        _check(self)
         return method(self, argument)
 
-    return first_wait
+    return first_check

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from mpiddp.ddp.second_backward import SecondBackward
+from mpiddp.ddp.watched_gradients import unwatched
 from mpiddp.reducer import bucket_progress, static_graph, unused
 from mpiddp.reducer.backward_kinds import accumulates
 from mpiddp.reducer.errors import raise_second_backward
@@ -63,6 +64,8 @@ class TorchReducer(Reducer):
     # The graph task in which this backward has reached an output of the module; -1: none yet.
     _began_in = -1
     _second_backward: SecondBackward | None = None
+    # Called when all means are there.
+    after_reduction: Callable[[], None] | None = None
 
     def compress(self, dtype: torch.dtype | None) -> None:
         """Let float32 and float64 gradients travel as `dtype`, see Note [Compression].
@@ -134,11 +137,12 @@ class TorchReducer(Reducer):
 
             self.profile = ShownBuckets(self)
         if not is_profiling():
-            super().prepare_for_backward(outputs)
+            with unwatched():
+                super().prepare_for_backward(outputs)
             return
         if self.python_hook is None:  # else the hook's own operations are profiled
             self.profile = BucketEvents() if self.profile is None else self.profile.profiled()
-        with searching_unused_parameters(self.find_unused_parameters):
+        with unwatched(), searching_unused_parameters(self.find_unused_parameters):
             super().prepare_for_backward(outputs)
 
     @_notes_errors
@@ -184,12 +188,15 @@ class TorchReducer(Reducer):
 
     def finish_backward(self) -> None:
         """Wait for the buckets and write the means, as in `Reducer`. Collective."""
-        super().finish_backward()
+        with unwatched():
+            super().finish_backward()
         if self.missing and self.kept is not None:  # Horovod's optimizer has several passes
             self._second_backward = SecondBackward(self)
         if self.find_unused_parameters:
             before, self._unused_before = self._unused_before, self.unused
             self._unused_changed |= before is not None and before != self.unused
+        if self.after_reduction is not None:
+            self.after_reduction()
 
     def _remove_autograd_hooks(self) -> None:
         """Take the hooks off the parameters, as in `Reducer`. Not collective."""

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from mpiddp.ddp.watched_gradients import unwatched
+
 __all__ = ["install"]
 
 
@@ -18,16 +20,19 @@ def install(optimizer_class: type[Any]) -> None:
     """Let every `torch.amp.GradScaler` ask an optimizer of this class. Not collective.
 
     Args:
-        optimizer_class: has methods `agree_on_overflow` and `skip_step`.
+        optimizer_class: has methods `begin_unscaling`, `agree_on_overflow` and `skip_step`.
     """
     scaler: Any = torch.amp.GradScaler
     unscale: Callable[..., Any] = scaler._unscale_grads_
     maybe_step: Callable[..., Any] = scaler._maybe_opt_step
 
     def _unscale_grads_(self: Any, optimizer: Any, inv_scale: Any, *args: Any) -> Any:
-        found = unscale(self, optimizer, inv_scale, *args)
-        if isinstance(optimizer, optimizer_class):
-            optimizer.agree_on_overflow(found.values(), inv_scale.item())
+        if not isinstance(optimizer, optimizer_class):
+            return unscale(self, optimizer, inv_scale, *args)
+        optimizer.begin_unscaling()
+        with unwatched():
+            found = unscale(self, optimizer, inv_scale, *args)
+        optimizer.agree_on_overflow(found.values(), inv_scale.item())
         return found
 
     def _maybe_opt_step(self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:

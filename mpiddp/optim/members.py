@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpiddp.ddp.watched_gradients import gradient_of, set_gradient
 from mpiddp.reducer.bucket import view_like
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ class Member:
         self.view = tensor  # of its gradient, when it is known
         self.address = 0
         self.has_gradient = False
+        # Whether the user has given it another gradient, and whether it is in its group still.
+        self.is_replaced = False
+        self.is_present = True
 
     def bind(self, view: torch.Tensor) -> None:
         """Take where the gradient lies in its bucket. Not collective."""
@@ -45,13 +49,21 @@ class Member:
 
         Not collective.
         """
-        gradient = self.tensor.grad
-        if gradient is not None and gradient.data_ptr() != self.address:
-            # The user has replaced it; what is scaled from now on is what is stepped.
-            self.view.copy_(gradient)
-            self.tensor.grad = self.view.detach()
+        gradient = gradient_of(self.tensor) if self.is_present else None
+        self.is_replaced = gradient is not None and gradient.data_ptr() != self.address
         had, self.has_gradient = self.has_gradient, gradient is not None
         return had != self.has_gradient
+
+    def put_back(self) -> None:
+        """Put a gradient that the user has given where it is stepped. Not collective.
+
+        What is scaled from now on is what is stepped.
+        """
+        gradient = gradient_of(self.tensor)
+        if gradient is not None:
+            self.view.copy_(gradient)
+            set_gradient(self.tensor, self.view.detach())
+        self.is_replaced = False
 
     def load(self, given: Mapping[str, Any], first: int, name: str) -> dict[str, Any]:
         """Copy the state of the whole parameter into that of the slices. Not collective.

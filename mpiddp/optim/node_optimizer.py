@@ -14,27 +14,37 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from mpiddp.ddp import node_parts
 from mpiddp.ddp.shared_parameters import SharedParameters
+from mpiddp.ddp.watched_gradients import gradient_of, unwatched
 from mpiddp.ddp.wrapper import DistributedDataParallel
 from mpiddp.optim import grad_scaler, uneven_steps
 from mpiddp.optim.blocks import BLOCK_BYTES, Block
-from mpiddp.optim.elementwise import StateKind, find_state
+from mpiddp.optim.elementwise import ELEMENTWISE, StateKind, find_state
 from mpiddp.optim.members import Member
 from mpiddp.optim.state_memory import StateMemory
+from mpiddp.optim.whole_state import IN_PLACE, WholeState
 
 NORM_ELEMENTS = 1 << 14
 
+_CHANGED_IN_PLACE = (
+    "tensors of optimizer.state were changed in place. The ranks of a node share them, so each of "
+    "them has changed them. Load a checkpoint, and make such changes with a new tensor: "
+    "optimizer.state[parameter][key] = optimizer.state[parameter][key] * 0.5"
+)
 
-class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
+
+class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
     """Step each parameter of a node once, in place, for all ranks of the node.
 
     Collective: all ranks of the model's process group construct it, and step it, together. Each
     rank steps the part of the parameters whose gradients it has averaged itself. So the optimizer's
     time, its traffic, and the memory of parameters and state are divided by the ranks of the node,
-    and nothing is gathered afterwards. `step` does not wait for the other ranks' parts: the next
-    forward does, as do `state_dict` and `parameters` of the model.
+    and nothing is gathered afterwards.
 
-    After a backward, ``.grad`` holds the mean only in this rank's part, unless `whole_gradients`,
-    or unless there are several nodes: use `clip_grad_norm_`, `gradient_norm` and `gradients`.
+    A program that reads ``.grad``, as `torch.nn.utils.clip_grad_norm_` does, finds means there. If
+    none reads it in the first steps, the ranks write only the means that each of them steps, which
+    is less work; `clip_grad_norm_`, `gradient_norm` and `gradients` of this class need no more.
+    Changes of `state`, and parameters that are removed from groups, count from the next step on;
+    all ranks must make the same.
 
     Within ``model.join()`` it steps once after each backward that is reduced, with the settings
     of a rank that has inputs. Ranks without inputs follow it, also where the others clip, or a
@@ -45,7 +55,10 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
         optimizer_class: of torch or the user's. It must be elementwise, which is tried.
         params: parameters of the model, or groups of them, as torch's optimizers take them. None is
             all that need a gradient.
-        whole_gradients: whether all of ``.grad`` is the mean on every rank, which costs writing it.
+        whole_gradients: whether all of ``.grad`` is the mean on every rank from the start and for
+            good, which costs writing it.
+        elementwise: True if `optimizer_class` treats each element by itself, whatever the trial
+            says.
         settings: those of `optimizer_class`.
 
     Raises:
@@ -65,6 +78,7 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
         params: Iterable[Any] | None = None,
         *,
         whole_gradients: bool = False,
+        elementwise: bool | None = None,
         **settings: Any,
     ) -> None:
         wrapper = getattr(model, "_orig_mod", model)  # of torch.compile
@@ -81,6 +95,7 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
         self._shared: SharedParameters = shared
         self._class = optimizer_class
         self._settings = settings
+        self._elementwise = bool(elementwise)
         self._indices = {id(parameter): n for n, parameter in enumerate(shared.parameters)}
         self._frozen = {
             id(parameter) for parameter in wrapper.parameters() if not parameter.requires_grad
@@ -91,12 +106,16 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
         self._undivided: list[list[Block]] = []
         self._blocks: list[list[Block]] = []
         self._slices = 0
+        self._given: list[set[int]] = []
+        self._present: list[list[torch.Tensor]] = []
+        self._replaced: list[Member] = []
         self._inner: torch.optim.Optimizer | None = None
         if params is None:
             params = [parameter for parameter in wrapper.parameters() if parameter.requires_grad]
         # Only to learn the defaults.
         defaults = optimizer_class([{"params": []}], **settings).defaults
         torch.optim.Optimizer.__init__(self, params, defaults)
+        self._show_nothing()
         made = [self._prepare(group) for group in self.param_groups]
         self._inner = optimizer_class([inner for inner, _ in made], **settings)
         # What hooks of all optimizers see is this one, once.
@@ -130,6 +149,8 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
     def _prepare(self, group: dict[str, Any]) -> tuple[dict[str, Any], list[Member]]:
         """Return a group of this rank's slices of the parameters of a group. Collective."""
         shared = self._shared
+        self._present.append(list(group["params"]))
+        self._given.append({id(parameter) for parameter in group["params"]})
         members = []
         found: dict[torch.dtype, dict[str, StateKind]] = {}
         for parameter in group["params"]:
@@ -171,7 +192,8 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
         def make(tensors: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
             return self._class([{**settings, "params": list(tensors)}], **self._settings)
 
-        return find_state(make, dtype, self._class.__name__)
+        known = self._elementwise or self._class in ELEMENTWISE
+        return find_state(make, dtype, self._class.__name__, known)
 
     def _begin(self, members: list[Member]) -> None:
         """Take parameters that are new. Not collective."""
@@ -212,10 +234,18 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
             with torch.enable_grad():
                 loss = closure()
         Join.notify_join_context(self)
+        edits = self._take_groups()
         self._take_gradients()
+        of_state = self._find_state_edits()
+        edited = self._copy_of_edits() if of_state > IN_PLACE else None
         settings = [_settings_of(group) for group in self.param_groups]
         self._tell("step", settings)
-        with self._shared.stepping():
+        refused = _CHANGED_IN_PLACE if of_state == IN_PLACE else ""
+        with self._shared.stepping((edits + of_state) % (1 << 48), refused):
+            if edited is not None:
+                self._take_state(edited)
+                self._take_gradients()
+            self._put_back()
             self._step_own(settings)
             for outer, inner in zip(self.param_groups, self._inner_groups, strict=True):
                 outer.update(_settings_of(inner))
@@ -275,8 +305,23 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
         if self._bound is not self._shared.reducer.buckets:
             self._bind()
         changed = [member.take_gradient() for member in self._members]
+        self._replaced = [member for member in self._members if member.is_replaced]
         if any(changed):
             self._show_gradients()
+
+    def _put_back(self) -> None:
+        """Put gradients that the user has replaced where they are stepped.
+
+        After all ranks have met: until then they read there, see Note [Who reads gradients].
+        """
+        for member in self._replaced:
+            member.put_back()
+        self._replaced = []
+
+    def _let_change(self) -> None:
+        """Begin to change gradients in place. Collective."""
+        self._shared.let_read()
+        self._put_back()
 
     def _keep_state(self) -> None:
         """Move what the optimizer has made new into shared memory."""
@@ -284,21 +329,13 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
         for block in self._all_blocks():
             block.keep_state(self._inner.state, self._class.__name__)
 
-    def _show_state(self, members: Iterable[Member]) -> None:
-        """Let `state` have the whole state of parameters that have one now."""
-        for member in members:
-            if member.memory is not None and member.tensor.numel():
-                self.state[member.tensor] = {
-                    key: member.memory.of_parameter(member.index, key) for key in member.kinds
-                }
-        self._without_state = [m for m in self._without_state if m.tensor not in self.state]
-
     # Gradients.
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients, as torch's method. Not collective."""
-        super().zero_grad(set_to_none)
+        with unwatched():
+            super().zero_grad(set_to_none)
         self._shared.note_whole(member.index for member in self._members)
 
     @_disable_dynamo
@@ -310,8 +347,10 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
         self._take_gradients()
         if self._shared.has_partial_means():
             self._tell("complete")
+            self._let_change()
             self._shared.complete()
-        return [parameter.grad for group in self.param_groups for parameter in group["params"]]
+        self._put_back()
+        return [gradient_of(each) for group in self.param_groups for each in group["params"]]
 
     @_disable_dynamo
     @torch.no_grad()
@@ -333,6 +372,7 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
         return self._norm(norm_type)
 
     def _norm(self, norm_type: float) -> torch.Tensor:
+        self._let_change()
         # torch adds up float32 in float32, so of few elements at a time.
         found = [part for own in self._own_gradients() for part in torch.split(own, NORM_ELEMENTS)]
         norms = [norm.double() for norm in torch._foreach_norm(found, norm_type)] if found else []
@@ -376,6 +416,7 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
             found = [m.view for m in self._members if m.has_gradient]
         self._tell("scale", factor.item())
         uneven_steps.scale(found, factor.item())
+        self._shared.settle()
         return norm
 
     def _own_gradients(self) -> list[torch.Tensor]:
@@ -384,6 +425,15 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
             for block in self._all_blocks()
             if block.has_gradient and block.gradient is not None
         ]
+
+    @torch.no_grad()
+    def begin_unscaling(self) -> None:
+        """Let a GradScaler change gradients in place, which ends with `agree_on_overflow`.
+
+        Collective.
+        """
+        self._take_gradients()
+        self._let_change()
 
     def agree_on_overflow(self, found: Iterable[torch.Tensor], scale: float) -> None:
         """Let each of these numbers be the largest of the node's ranks. Collective.
@@ -394,68 +444,13 @@ class NodeOptimizer(torch.optim.Optimizer, uneven_steps.UnevenSteps):
         """
         self._tell("unscale", scale)
         self._agree_on_overflow(found)
+        self._shared.settle()
 
     def _agree_on_overflow(self, found: Iterable[torch.Tensor]) -> None:
         found = list(found)
         worst = max(self._shared.exchange(max((number.item() for number in found), default=0.0)))
         for number in found:
             number.fill_(worst)
-
-    # Checkpoints.
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of all parameters, as torch's plain optimizer would.
-
-        Not collective: the node's ranks share it. It waits for the other ranks' part of the last
-        step. Tensors are the state itself, not copies, as in torch.
-        """
-        self._shared.wait()
-        for member in self._members:
-            if member.tensor in self.state:
-                for key, kind in member.kinds.items():
-                    if kind.number is not None and member.memory is not None:
-                        place = member.memory.of_parameter(member.index, key)
-                        self.state[member.tensor][key] = kind.number(place.item())
-        return super().state_dict()
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a NodeOptimizer or of torch's plain optimizer. Collective.
-
-        Raises:
-            ValueError: its groups do not match.
-            RuntimeError: it has a state that this optimizer does not keep.
-        """
-        assert self._inner is not None
-        self._shared.wait()
-        super().load_state_dict(state_dict)
-        loaded, self.state = self.state, defaultdict(dict)
-        self._shared.exchange(0)  # nobody reads the old state any more
-        self._without_state = []
-        starts = {
-            index: start
-            for layout in self._shared.layouts
-            for index, start in layout.starts.items()
-        }
-        states: dict[int, dict[str, Any]] = {}
-        for member in self._members:
-            given = loaded.get(member.tensor)
-            if given:
-                states[member.index] = member.load(
-                    given, starts[member.index], self._class.__name__
-                )
-            else:
-                self._without_state.append(member)
-        self._inner.state.clear()
-        self._blocks = [list(blocks) for blocks in self._undivided]
-        self._divide(lambda member: states.get(member.index))
-        for block in self._all_blocks():
-            state = states.get(block.slices[0][1].index)
-            if state is not None:
-                block.set_state(self._inner.state, state)
-        self._bind()
-        self._show_state([member for member in self._members if loaded.get(member.tensor)])
-        self._shared.exchange(0)
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -81,6 +81,17 @@ class StateMemory:
             ranges.append((size, size + total))
         mapping = shared.allocate(size + total, ranges)
         self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+        # The same memory with another count of changes, those of users.
+        self._shown = torch.frombuffer(mapping, dtype=torch.uint8)
+        self.note_shown()
+
+    def note_shown(self) -> None:
+        """Take what users have changed in place as it is. Not collective."""
+        self._shown_version = self._shown._version
+
+    def was_changed(self) -> bool:
+        """Return whether the user has changed something in place. Not collective."""
+        return self._shown._version != self._shown_version
 
     def of_slices(self, slices: Sequence[Slice], key: str) -> torch.Tensor:
         """Return the memory of one key for neighbouring slices. Not collective.
@@ -91,15 +102,18 @@ class StateMemory:
         kind = self._kinds[first.parameter][key]
         if not kind.per_element:
             return self.numbers(slices, key)[0].view(kind.shape)
-        return self._flat(key, kind, first.bucket)[first.start : slices[-1].stop]
+        return self._flat(key, kind, first.bucket, self._bytes)[first.start : slices[-1].stop]
 
     def numbers(self, slices: Sequence[Slice], key: str) -> torch.Tensor:
         """Return the memory of a number for each of slices that are numbered in a row.
 
         Not collective.
         """
+        return self._numbers(slices, key, self._bytes)
+
+    def _numbers(self, slices: Sequence[Slice], key: str, memory: torch.Tensor) -> torch.Tensor:
         kind = self._kinds[slices[0].parameter][key]
-        row = self._bytes[self._numbers_start :].view(kind.dtype)
+        row = memory[self._numbers_start :].view(kind.dtype)
         each = SLOT_BYTES // kind.dtype.itemsize
         place = (slices[0].number - self._first_number) * len(self._number_keys)
         start = (place + self._number_keys[key]) * each
@@ -107,15 +121,17 @@ class StateMemory:
         return row[start : start + (len(slices) - 1) * step + 1 : step]
 
     def of_parameter(self, index: int, key: str) -> torch.Tensor:
-        """Return the memory of one key for a whole parameter, in its shape. Not collective."""
+        """Return the memory of one key for a whole parameter, as users see it. Not collective."""
         kind, first = self._kinds[index][key], self._first[index]
         if not kind.per_element:
-            return self.of_slices([first], key)
+            return self._numbers([first], key, self._shown)[0].view(kind.shape)
         start = self._shared.layouts[first.bucket].starts[index]
         parameter = self._shared.parameters[index]
-        return view_like(self._flat(key, kind, first.bucket), start, parameter).detach()
+        return view_like(
+            self._flat(key, kind, first.bucket, self._shown), start, parameter
+        ).detach()
 
-    def _flat(self, key: str, kind: StateKind, bucket: int) -> torch.Tensor:
+    def _flat(self, key: str, kind: StateKind, bucket: int, memory: torch.Tensor) -> torch.Tensor:
         start = self._starts[key, kind.dtype, bucket]
         size = self._shared.layouts[bucket].elements * kind.dtype.itemsize
-        return self._bytes[start : start + size].view(kind.dtype)
+        return memory[start : start + size].view(kind.dtype)

@@ -1,4 +1,4 @@
-"""Who reads shared parameters without their wrapper waits for the step of the other ranks."""
+"""Who reads shared parameters has those of all ranks, or an error if a step failed."""
 
 import copy
 import io
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from models import loss_of, mlp
-from replicas import RANK, SIZE, batch_of, share, together
+from replicas import RANK, SIZE, batch_of, gather, share, together
 from torch import nn
 
 from mpiddp import DistributedDataParallel as DDP
@@ -74,10 +74,13 @@ def weight(number: int, module: nn.Module) -> torch.Tensor:
     return parameter
 
 
+READERS["attributes"] = lambda module: [weight(n, module).detach().clone() for n in range(6)]
+
+
 @pytest.mark.essential(keep=2)
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("how", READERS)
-def test_reads_wait(how: str) -> None:
+def test_reads_are_whole(how: str) -> None:
     torch.manual_seed(0)
     model = DDP(mlp(6, 200, 200, 3, dtype=torch.float32), shared_parameters=True)
     optimizer = NodeOptimizer(model, Late, lr=0.1)
@@ -90,6 +93,50 @@ def test_reads_wait(how: str) -> None:
         with together():
             for own, expected in zip(read, truth, strict=True):
                 torch.testing.assert_close(own.detach(), expected)
+
+
+def test_kept_references() -> None:
+    """Of parameters and of groups; nobody asks the module."""
+    torch.manual_seed(0)
+    model = DDP(mlp(6, 200, 200, 3, dtype=torch.float32), shared_parameters=True)
+    optimizer = NodeOptimizer(model, Late, lr=0.1)
+    kept = list(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(model, share(batch_of(2, 6))).backward()
+        optimizer.step()
+        read = [parameter.detach().clone() for parameter in kept]
+        of_groups = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+        everyone = gather([value.double().sum().item() for value in read])
+        with together():
+            assert everyone == everyone[:1] * SIZE
+            assert all(map(torch.equal, read, of_groups))
+
+
+class Failing(torch.optim.SGD):
+    fails = False
+
+    def step(self, closure=None):  # type: ignore[no-untyped-def, override]
+        if self.fails and RANK == SIZE - 1:
+            raise ZeroDivisionError
+        return super().step(closure)
+
+
+def test_after_a_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half stepped parameters are refused to every reader; other models are left alone."""
+    torch.manual_seed(0)
+    model = DDP(mlp(6, 200, 200, 3, dtype=torch.float32), shared_parameters=True)
+    optimizer = NodeOptimizer(model, Failing, lr=0.1)
+    other = mlp(6, 200, 200, 3, dtype=torch.float32)
+    loss_of(model, share(batch_of(2, 6))).backward()
+    monkeypatch.setattr(Failing, "fails", True)
+    with together(), pytest.raises((RuntimeError, ZeroDivisionError)):
+        optimizer.step()
+    with together():
+        for read in READERS.values():
+            with pytest.raises(RuntimeError, match=f"rank {SIZE - 1} failed"):
+                read(model.module)
+            read(other)
 
 
 def test_loading_a_part() -> None:

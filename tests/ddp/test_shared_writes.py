@@ -1,0 +1,202 @@
+"""Who writes to shared parameters: averages that are swapped in, and loads that do not end well."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mpirun
+import pytest
+import torch
+from models import loss_of, mlp
+from replicas import RANK, SIZE, assert_same_bits, batch_of, share, together
+from torch import Tensor, nn
+
+from mpiddp import DistributedDataParallel as DDP
+from mpiddp.optim import NodeOptimizer
+
+
+def make(
+    *layers: Callable[[], nn.Module], shared: bool = True
+) -> tuple[DDP, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    bare = mlp(6, 200, 200, 3, dtype=torch.float32)
+    model = DDP(nn.Sequential(*[layer() for layer in layers], *bare), shared_parameters=shared)
+    if shared:
+        return model, NodeOptimizer(model, torch.optim.SGD, lr=0.1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(model: DDP, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    torch.manual_seed(seed)
+    optimizer.zero_grad()
+    loss_of(model, share(batch_of(2, 6))).backward()
+    optimizer.step()
+
+
+def swap_in(parameters: list[Tensor], average: list[Tensor]) -> None:
+    """As torch_ema and diffusers do it."""
+    for parameter, mean in zip(parameters, average, strict=True):
+        parameter.data.copy_(mean.data)
+
+
+WRITES: dict[str, Callable[[list[Tensor]], Any]] = {
+    "swapped in and out": lambda parameters: [
+        swap_in(parameters, each)
+        for each in ([p * 0.5 for p in parameters], [p.clone() for p in parameters])
+    ],
+    "data.mul_": lambda parameters: parameters[1].data.mul_(0.5),
+    "data[...] =": lambda parameters: parameters[1].data.__setitem__(0, 1.0),
+    "foreach of data": lambda parameters: torch._foreach_mul_([p.data for p in parameters], 0.5),
+    "detach": lambda parameters: parameters[0].detach().zero_(),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes
+class TestOnAllRanks:
+    @pytest.mark.essential(keep=2)
+    @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+    def test_seen(self, write: Callable[[list[Tensor]], Any]) -> None:
+        """The next use says so: a forward of the wrapper or of the module, a step."""
+        for use in (0, 1, 2):
+            model, optimizer = make()
+            train(model, optimizer, 0)
+            loss_of(model, share(batch_of(2, 6))).backward()
+            with torch.no_grad():
+                write(list(model.parameters()))
+            uses: list[Callable[[], Any]] = [
+                lambda model=model: model(torch.zeros(2, 6)),
+                lambda model=model: model.module(torch.zeros(2, 6)),
+                optimizer.step,
+            ]
+            with together(), pytest.raises(RuntimeError, match="was changed in place"):
+                uses[use]()
+
+    @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+    def test_allowed_in_writing(self, write: Callable[[list[Tensor]], Any]) -> None:
+        models = [make(), make(shared=False)]
+        for model, optimizer in models:
+            train(model, optimizer, 0)
+            with torch.no_grad(), model.writing():
+                write(list(model.parameters()))
+                model.module(torch.zeros(2, 6))
+            train(model, optimizer, 1)
+        with together():
+            for own, truth in zip(*(model.parameters() for model, _ in models), strict=True):
+                assert torch.equal(own, truth)
+
+    def test_step_in_writing(self) -> None:
+        """It would step a private copy."""
+        model, optimizer = make()
+        loss_of(model, share(batch_of(2, 6))).backward()
+        message = r"step\(\) within writing"
+        with together(), pytest.raises(RuntimeError, match=message), model.writing():
+            optimizer.step()
+
+    @pytest.mark.essential
+    def test_load_that_a_layer_refuses(self) -> None:
+        """And that is caught: what was loaded before stays, training goes on, as in plain DDP."""
+        models = [make(lambda: Picky(6, 6)), make(lambda: Picky(6, 6), shared=False)]
+        for model, optimizer in models:
+            given = {name: value * 0.5 for name, value in model.module.state_dict().items()}
+            with together(), pytest.raises(RuntimeError, match="old format"):
+                model.module.load_state_dict(given)
+            for seed in range(3):
+                train(model, optimizer, seed)
+            assert_same_bits(model.named_parameters())
+        with together():
+            for own, truth in zip(*(model.parameters() for model, _ in models), strict=True):
+                assert torch.equal(own, truth)
+
+    @pytest.mark.mpi(min_size=2)
+    def test_load_that_one_rank_refuses(self) -> None:
+        """No rank goes on as if nothing had been."""
+        model, _ = make(lambda: Picky(6, 6, on_rank=SIZE - 1))
+        given = {name: value * 0.5 for name, value in model.module.state_dict().items()}
+        with together(), pytest.raises(RuntimeError):
+            model.module.load_state_dict(given)
+        with together(), pytest.raises(RuntimeError, match="failed"):
+            model(torch.zeros(2, 6))
+
+    def test_load_by_parts(self) -> None:
+        """As some libraries do it: nothing would end it."""
+        model, optimizer = make()
+        layer = model.module[0]
+        given = {name: value.clone() * 0.5 for name, value in layer.state_dict().items()}
+
+        def load() -> None:
+            layer._load_from_state_dict(given, "", {}, True, [], [], [])
+
+        with together(), pytest.raises(RuntimeError, match=r"within `with model\.writing"):
+            load()
+        with model.writing():
+            load()
+        with together():
+            assert all(torch.equal(layer.state_dict()[name], given[name]) for name in given)
+        train(model, optimizer, 0)
+
+
+class Picky(nn.Linear):
+    """Refuses what it is given, on one rank or on all."""
+
+    def __init__(self, inputs: int, outputs: int, on_rank: int | None = None) -> None:
+        super().__init__(inputs, outputs)
+        self.on_rank = on_rank
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if self.on_rank in (None, RANK):
+            raise RuntimeError("old format")
+
+
+INTERRUPTED = """
+import os, signal, sys, time, torch, mpiddp
+from mpiddp.optim import NodeOptimizer
+
+mpiddp.init_process_group()
+rank = torch.distributed.get_rank()
+model = mpiddp.DistributedDataParallel(torch.nn.Linear(300, 300), shared_parameters=True)
+optimizer = NodeOptimizer(model, torch.optim.SGD, lr=0.01)
+
+class Late(Exception):
+    pass
+
+def interrupt(*_):
+    raise Late
+
+signal.signal(signal.SIGALRM, interrupt)
+model(torch.ones(1, 300)).sum().backward()
+file = sys.argv[1]
+if rank == 0:
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        optimizer.step()
+    except Late:
+        print("late", flush=True)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        print("rank 0 says:", error, flush=True)
+    open(file, "w").close()
+else:
+    while not os.path.exists(file):
+        time.sleep(0.01)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        print("rank 1 says:", error, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.once
+def test_exception_of_a_signal_handler(tmp_path: Path) -> None:
+    """The rank does not know any more where the others are: no rank goes on, and all say why."""
+    program = tmp_path / "interrupted.py"
+    program.write_text(INTERRUPTED)
+    done = mpirun.run(2, [program, tmp_path / "left"], timeout=60)
+    said = [line for line in done.stdout.splitlines() if "says:" in line]
+    assert "late" in done.stdout
+    assert len(said) == 2, done.stdout + done.stderr
+    for line in said:
+        assert "rank 0 failed: an exception, as of a signal handler" in line

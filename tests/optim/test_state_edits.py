@@ -1,0 +1,132 @@
+"""What users change in `optimizer.state` and in the groups takes effect, as in torch, or raises."""
+
+import collections
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from optimizer_pairs import assert_same_parameters, pair, train, wide
+from replicas import RANK, SIZE, together
+from torch.optim import Optimizer
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes]
+
+
+def first(optimizer: Optimizer) -> torch.Tensor:
+    parameter: torch.Tensor = optimizer.param_groups[0]["params"][0]
+    return parameter
+
+
+def replace_all(optimizer: Optimizer) -> None:
+    optimizer.state = collections.defaultdict(dict)
+
+
+def swap(optimizer: Optimizer) -> None:
+    """Of tensors that are themselves the state."""
+    for state in optimizer.state.values():
+        state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"].abs()
+
+
+def halve(optimizer: Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"] * 0.5
+
+
+def restart(optimizer: Optimizer) -> None:
+    optimizer.state[first(optimizer)]["step"] = torch.tensor(0.0)
+
+
+def remove(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][2:]
+
+
+EDITS: dict[str, Callable[[Optimizer], Any]] = {
+    "replaced": replace_all,
+    "cleared": lambda optimizer: optimizer.state.clear(),
+    "popped": lambda optimizer: optimizer.state.pop(first(optimizer)),
+    "deleted": lambda optimizer: optimizer.state.__delitem__(first(optimizer)),
+    "emptied": lambda optimizer: optimizer.state[first(optimizer)].clear(),
+    "swapped": swap,
+    "halved": halve,
+    "restarted": restart,
+    "updated": lambda optimizer: optimizer.state[first(optimizer)].update(
+        exp_avg=torch.ones_like(first(optimizer))
+    ),
+    "removed": remove,
+    "removed in place": lambda optimizer: optimizer.param_groups[0]["params"].pop(),
+    "only read": lambda optimizer: [optimizer.state[p] for p in list(optimizer.state)],
+}
+
+
+@pytest.mark.essential(keep=2)
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
+def test_edits(edit: Callable[[Optimizer], Any]) -> None:
+    models = pair(wide, "AdamW")
+    train(models, 3)
+    for _, optimizer in models:
+        edit(optimizer)
+    train(models, 3)
+    assert_same_parameters(models[1][0], models[0][0])
+
+
+def test_removed_and_put_back() -> None:
+    models = pair(wide, "AdamW")
+    removed = []
+    for round_ in range(3):
+        train(models, 2)
+        for _, optimizer in models:
+            parameters = optimizer.param_groups[0]["params"]
+            if round_ == 0:
+                removed.append(parameters.pop(1))
+            elif round_ == 1:
+                parameters.insert(1, removed.pop(0))
+    assert_same_parameters(models[1][0], models[0][0])
+
+
+def test_in_place() -> None:
+    """Each rank of the node has done it: refused until the state is given anew."""
+    _, (model, optimizer) = pair(wide, "AdamW")
+    train([(model, optimizer)], 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    before = [p.detach().clone() for p in model.parameters()]
+    for state in optimizer.state.values():
+        state["exp_avg"].mul_(0.5)
+    for _ in range(2):
+        with together(), pytest.raises(RuntimeError, match="changed in place"):
+            optimizer.step()
+    with together():
+        assert all(map(torch.equal, model.parameters(), before))
+    optimizer.load_state_dict(saved)
+    train([(model, optimizer)], 1)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_edits_of_one_rank() -> None:
+    _, (model, optimizer) = pair(wide, "AdamW")
+    train([(model, optimizer)], 2)
+    if RANK == SIZE - 1:
+        optimizer.state.clear()
+    with together(), pytest.raises(RuntimeError, match="in different ways"):
+        optimizer.step()
+
+
+def test_parameters_that_are_new_in_a_group() -> None:
+    _, (model, optimizer) = pair(wide, "AdamW")
+    train([(model, optimizer)], 1)
+    optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.zeros(2)))
+    with together(), pytest.raises(RuntimeError, match="added by add_param_group"):
+        optimizer.step()
+
+
+def test_copies_are_plain() -> None:
+    """What is saved needs nothing of ours to be loaded."""
+    _, (model, optimizer) = pair(wide, "AdamW")
+    train([(model, optimizer)], 1)
+    saved = optimizer.state_dict()
+    with together():
+        assert type(pickle.loads(pickle.dumps(optimizer.state))) is collections.defaultdict
+        assert all(type(state) is dict for state in saved["state"].values())
+        assert all(type(state) is dict for state in copy.deepcopy(optimizer.state).values())
