@@ -90,7 +90,7 @@ class TestOnAllRanks:
         model, optimizer = make()
         loss_of(model, share(batch_of(2, 6))).backward()
         message = r"step\(\) within writing"
-        with together(), pytest.raises(RuntimeError, match=message), model.writing():
+        with together(), model.writing(), pytest.raises(RuntimeError, match=message):
             optimizer.step()
 
     @pytest.mark.essential
