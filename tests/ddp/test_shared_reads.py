@@ -83,7 +83,7 @@ READERS["attributes"] = lambda module: [weight(n, module).detach().clone() for n
 def test_reads_are_whole(how: str) -> None:
     torch.manual_seed(0)
     model = DDP(mlp(6, 200, 200, 3, dtype=torch.float32), shared_parameters=True)
-    optimizer = NodeOptimizer(model, Late, lr=0.1)
+    optimizer = NodeOptimizer(model, Late, elementwise=True, lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
         loss_of(model, share(batch_of(2, 6))).backward()
@@ -99,7 +99,7 @@ def test_kept_references() -> None:
     """Of parameters and of groups; nobody asks the module."""
     torch.manual_seed(0)
     model = DDP(mlp(6, 200, 200, 3, dtype=torch.float32), shared_parameters=True)
-    optimizer = NodeOptimizer(model, Late, lr=0.1)
+    optimizer = NodeOptimizer(model, Late, elementwise=True, lr=0.1)
     kept = list(model.parameters())
     for _ in range(2):
         optimizer.zero_grad()

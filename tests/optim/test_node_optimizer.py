@@ -116,7 +116,7 @@ def test_late_ranks() -> None:
     torch.manual_seed(1)
     model = DDP(wide(), shared_parameters=True)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    own = NodeOptimizer(model, Late, lr=0.1)
+    own = NodeOptimizer(model, Late, elementwise=True, lr=0.1)
     for step in range(8):
         torch.manual_seed(step)
         batch = share(batch_of(3, 30))
