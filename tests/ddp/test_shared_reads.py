@@ -64,17 +64,22 @@ READERS: dict[str, Callable[[nn.Module], list[torch.Tensor]]] = {
 }
 
 
+def place_of(number: int, module: nn.Module) -> tuple[nn.Module, str]:
+    layers = [each for each in module._modules.values() if each is not None and each._parameters]
+    return layers[number // 2], "bias" if number % 2 else "weight"
+
+
 def weight(number: int, module: nn.Module) -> torch.Tensor:
-    """Return a parameter without asking the module for its parameters."""
-    layer = [each for each in module._modules.values() if each is not None and each._parameters][
-        number // 2
-    ]
-    parameter = layer._parameters["bias" if number % 2 else "weight"]
+    """Return a parameter without asking the module for it."""
+    layer, name = place_of(number, module)
+    parameter = layer._parameters[name]
     assert parameter is not None
     return parameter
 
 
-READERS["attributes"] = lambda module: [weight(n, module).detach().clone() for n in range(6)]
+READERS["attributes"] = lambda module: [
+    getattr(*place_of(number, module)).detach().clone() for number in range(6)
+]
 
 
 @pytest.mark.essential(keep=2)
