@@ -7,6 +7,7 @@ on. Where a load raises on all ranks, what was loaded before stays, as in a plai
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,18 @@ if TYPE_CHECKING:
 
 __all__ = ["begin", "install", "refuse_in_join"]
 
-# For each load that is going on, whose parameters it writes.
-_loads: list[list[SharedParameters]] = []
 _installed = False
+
+
+class _Loads(threading.local):
+    """The loads that are going on in a thread, each within the one before it."""
+
+    def __init__(self) -> None:
+        # Of each, whose parameters it writes.
+        self.written: list[list[SharedParameters]] = []
+
+
+_loads = _Loads()
 
 
 def install() -> None:
@@ -34,14 +44,14 @@ def install() -> None:
     @functools.wraps(load_state_dict)
     def loading(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         mine: list[SharedParameters] = []
-        _loads.append(mine)
+        _loads.written.append(mine)
         raised = True
         try:
             result = load_state_dict(self, *args, **kwargs)
             raised = False
             return result
         finally:
-            _loads.remove(mine)
+            _loads.written.pop()
             for shared in reversed(mine):
                 shared.end_writing(raised)
 
@@ -56,14 +66,14 @@ def begin(shared: SharedParameters) -> None:
     """
     if shared.is_writing:
         return
-    if not _loads:
+    if not _loads.written:
         raise RuntimeError(
-            "parameters that the ranks of a node share are loaded by load_state_dict, or by other "
-            "functions within `with model.writing():`"
+            f"rank {shared.group.rank()}: parameters that the ranks of a node share are loaded by "
+            f"load_state_dict, or by other functions within `with model.writing():`"
         )
     refuse_in_join(shared)
     shared.begin_writing()
-    _loads[-1].append(shared)
+    _loads.written[-1].append(shared)
 
 
 def refuse_in_join(shared: SharedParameters) -> None:

@@ -65,10 +65,10 @@ def _install() -> None:
 
     @functools.wraps(zero_grad)
     def zero(self: torch.nn.Module, set_to_none: bool = True) -> None:
+        for parameter in self.parameters() if _watched else ():
+            _note_whole(parameter)  # before it is zeroed
         with unwatched():
             zero_grad(self, set_to_none)
-        for parameter in self.parameters() if _watched else ():
-            _note_whole(parameter)
 
     module.zero_grad = zero
 
@@ -117,9 +117,9 @@ def _read(parameter: Any) -> Any:
 
 
 def _write(parameter: Any, gradient: Any) -> None:
-    set_gradient(parameter, gradient)
     if gradient is None:
         _note_whole(parameter)
+    set_gradient(parameter, gradient)
 
 
 def _delete(parameter: Any) -> None:

@@ -102,12 +102,14 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         }
         self._members: list[Member] = []
         self._without_state: list[Member] = []
+        self._memories: list[StateMemory] = []
         # Of each group, as they were cut, and as they are stepped.
         self._undivided: list[list[Block]] = []
         self._blocks: list[list[Block]] = []
         self._slices = 0
         self._given: list[set[int]] = []
         self._present: list[list[torch.Tensor]] = []
+        self._edits_of_groups = 0
         self._replaced: list[Member] = []
         self._inner: torch.optim.Optimizer | None = None
         if params is None:
@@ -172,7 +174,10 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         slices = [part for block in cut for part in block]
         self._slices += len(slices)
         kinds = {member.index: member.kinds for member in members}
-        memory = StateMemory(shared, slices, kinds) if any(kinds.values()) else None
+        memory = None
+        if any(kinds.values()):
+            memory = StateMemory(shared, slices, kinds)
+            self._memories.append(memory)
         blocks = []
         for block in cut:
             if block[0].owner == shared.rank:
@@ -234,21 +239,12 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
             with torch.enable_grad():
                 loss = closure()
         Join.notify_join_context(self)
-        edits = self._take_groups()
         self._take_gradients()
-        of_state = self._find_state_edits()
-        edited = self._copy_of_edits() if of_state > IN_PLACE else None
         settings = [_settings_of(group) for group in self.param_groups]
         self._tell("step", settings)
-        refused = _CHANGED_IN_PLACE if of_state == IN_PLACE else ""
-        with self._shared.stepping((edits + of_state) % (1 << 48), refused):
-            if edited is not None:
-                self._take_state(edited)
-                self._take_gradients()
-            self._put_back()
-            self._step_own(settings)
-            for outer, inner in zip(self.param_groups, self._inner_groups, strict=True):
-                outer.update(_settings_of(inner))
+        self._step_together(settings)
+        for outer, inner in zip(self.param_groups, self._inner_groups, strict=True):
+            outer.update(_settings_of(inner))
         return loss
 
     @property
@@ -256,8 +252,23 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         assert self._inner is not None
         return self._inner.param_groups
 
+    def _step_together(self, settings: Iterable[dict[str, Any]]) -> None:
+        """Step this rank's part, with what the user has changed in the optimizer. Collective.
+
+        Args:
+            settings: of the groups.
+        """
+        edits = self._find_state_edits()
+        edited = self._copy_of_edits() if edits > IN_PLACE else None
+        refused = _CHANGED_IN_PLACE if edits == IN_PLACE else ""
+        with self._shared.stepping(edits + self._edits_of_groups, refused):
+            if edited is not None:
+                self._take_state(edited)
+            self._put_back()
+            self._step_own(settings)
+        self._edits_of_groups = 0
+
     def _step_own(self, settings: Iterable[dict[str, Any]]) -> None:
-        """Step this rank's slices with these settings of the groups."""
         for group, of_group in zip(self._inner_groups, settings, strict=True):
             group.update(of_group)
         self._inner_step(self._inner)
@@ -301,6 +312,7 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
     @torch.no_grad()
     def _take_gradients(self) -> None:
         """Let the blocks have the gradients that their parameters have."""
+        self._take_groups()
         self._shared.bind()
         if self._bound is not self._shared.reducer.buckets:
             self._bind()
@@ -334,9 +346,9 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients, as torch's method. Not collective."""
+        self._shared.note_whole(member.index for member in self._members)  # before they are zeroed
         with unwatched():
             super().zero_grad(set_to_none)
-        self._shared.note_whole(member.index for member in self._members)
 
     @_disable_dynamo
     def gradients(self) -> list[torch.Tensor | None]:

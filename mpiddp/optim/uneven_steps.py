@@ -45,7 +45,9 @@ class UnevenSteps(Joinable):
 
         def _show_gradients(self) -> None: ...
 
-        def _step_own(self, settings: Iterable[dict[str, Any]]) -> None: ...
+        def _step_together(self, settings: Iterable[dict[str, Any]]) -> None: ...
+
+        def _take_groups(self) -> None: ...
 
         def _norm(self, norm_type: float) -> torch.Tensor: ...
 
@@ -77,15 +79,16 @@ class UnevenSteps(Joinable):
         """
         if not self._follows:
             reducer = self._shared.reducer
+            self._take_groups()
             self._shared.bind()
             self._bind()
             for member in self._members:
-                member.has_gradient = reducer.was_used_anywhere(member.index)
+                used = reducer.was_used_anywhere(member.index)
+                member.has_gradient = used and member.is_present
             self._show_gradients()
         self._follows = what not in ("step", "skip")
         if what == "step":
-            with self._shared.stepping():
-                self._step_own(*arguments)
+            self._step_together(*arguments)
         elif what == "norm":
             self._norm(*arguments)
         elif what == "scale":

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mpiddp.ddp.shared_parameters import SharedParameters
     from mpiddp.optim.blocks import Block
     from mpiddp.optim.members import Member
+    from mpiddp.optim.state_memory import StateMemory
 
 __all__ = ["WholeState"]
 
@@ -28,6 +29,7 @@ class WholeState(torch.optim.Optimizer):
     _shared: SharedParameters
     _members: list[Member]
     _without_state: list[Member]
+    _memories: list[StateMemory]
     _undivided: list[list[Block]]
     _blocks: list[list[Block]]
     _inner: torch.optim.Optimizer | None
@@ -36,6 +38,8 @@ class WholeState(torch.optim.Optimizer):
     # The parameters of each group, as they were given, and as the user has left them.
     _given: list[set[int]]
     _present: list[list[torch.Tensor]]
+    # A number for what has changed since the last step, the same on all ranks; 0 for nothing.
+    _edits_of_groups: int
 
     if TYPE_CHECKING:  # the optimizer's own
 
@@ -44,6 +48,8 @@ class WholeState(torch.optim.Optimizer):
         def _divide(self, kind_of: Callable[[Member], object]) -> None: ...
 
         def _bind(self) -> None: ...
+
+        def _show_gradients(self) -> None: ...
 
     def _show_nothing(self) -> None:
         """Show no state any more."""
@@ -62,8 +68,8 @@ class WholeState(torch.optim.Optimizer):
 
     # Edits, see Note [Edits of the state].
 
-    def _take_groups(self) -> int:
-        """Take what the user has removed from groups, or put back; return a number for it.
+    def _take_groups(self) -> None:
+        """Take what the user has removed from groups, or put back. Not collective.
 
         Raises:
             RuntimeError: a parameter is new in a group.
@@ -73,7 +79,7 @@ class WholeState(torch.optim.Optimizer):
             len(group["params"]) == len(present) and all(map(is_, group["params"], present))
             for group, present in zip(groups, self._present, strict=True)
         ):
-            return 0
+            return
         if len(groups) != len(self._given) or any(
             not given.issuperset(map(id, group["params"]))
             for group, given in zip(groups, self._given, strict=True)
@@ -88,11 +94,11 @@ class WholeState(torch.optim.Optimizer):
         for member in self._members:
             member.is_present = id(member.tensor) in present
         removed = [member.index for member in self._members if not member.is_present]
-        return zlib.crc32(repr(removed).encode()) + 1
+        self._edits_of_groups = zlib.crc32(repr(removed).encode()) + 1
 
     def _find_state_edits(self) -> int:
         """Return a number for what the user has changed in the state, 0 for nothing."""
-        if any(memory.was_changed() for memory in self._memories()):
+        if any(memory.was_changed() for memory in self._memories):
             return IN_PLACE
         if self.state is self._shown and not self._shown.changes.noted:
             return 0
@@ -102,10 +108,6 @@ class WholeState(torch.optim.Optimizer):
             if self.state.get(member.tensor)
         ]
         return zlib.crc32(repr(keys).encode()) + 2
-
-    def _memories(self) -> list[Any]:
-        found = {id(m.memory): m.memory for m in self._members if m.memory is not None}
-        return list(found.values())
 
     def _copy_of_edits(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the state as the user has left it; what is not shown as it was is copied."""
@@ -154,9 +156,13 @@ class WholeState(torch.optim.Optimizer):
             state = states.get(block.slices[0][1].index)
             if state is not None:
                 block.set_state(self._inner.state, state)
+        with_gradient = [member for member in self._members if member.has_gradient]
         self._bind()
+        for member in with_gradient:
+            member.has_gradient = True
+        self._show_gradients()
         self._show_state([member for member in self._members if loaded.get(member.tensor)])
-        for memory in self._memories():
+        for memory in self._memories:
             memory.note_shown()
 
     # Checkpoints.

@@ -118,6 +118,19 @@ class TestOnAllRanks:
         with together(), pytest.raises(RuntimeError, match="failed"):
             model(torch.zeros(2, 6))
 
+    def test_loads_within_others(self) -> None:
+        """Of a module around the wrapped one, and of one that loads a part by itself."""
+        torch.manual_seed(0)
+        model = DDP(Nested(6, 200), shared_parameters=True)
+        optimizer = NodeOptimizer(model, torch.optim.SGD, lr=0.1)
+        around = nn.ModuleDict({"other": Nested(2, 2), "model": model.module})
+        given = {name: value * 0.5 for name, value in around.state_dict().items()}
+        around.load_state_dict(given)
+        train(model, optimizer, 0)
+        around.load_state_dict(given)
+        with together():
+            assert all(map(torch.equal, around.state_dict().values(), given.values()))
+
     def test_load_by_parts(self) -> None:
         """As some libraries do it: nothing would end it."""
         model, optimizer = make()
@@ -147,6 +160,22 @@ class Picky(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *args)
         if self.on_rank in (None, RANK):
             raise RuntimeError("old format")
+
+
+class Nested(nn.Linear):
+    """Loads a part by itself."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.part = nn.Linear(outputs, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(super().forward(x))  # type: ignore[no-any-return]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        given = {name: state_dict[f"{prefix}part.{name}"] for name in ("weight", "bias")}
+        self.part.load_state_dict(given)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 INTERRUPTED = """

@@ -10,7 +10,11 @@ import pytest
 import torch
 from optimizer_pairs import assert_same_parameters, pair, train, wide
 from replicas import RANK, SIZE, together
+from torch import nn
 from torch.optim import Optimizer
+
+from mpiddp import DistributedDataParallel as DDP
+from mpiddp.optim import NodeOptimizer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes]
 
@@ -83,6 +87,43 @@ def test_removed_and_put_back() -> None:
                 removed.append(parameters.pop(1))
             elif round_ == 1:
                 parameters.insert(1, removed.pop(0))
+    assert_same_parameters(models[1][0], models[0][0])
+
+
+class Skipping(nn.Module):
+    """Does not use its middle layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unused, self.last = (nn.Linear(30, 30) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).relu())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("load", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_unused_parameters_are_not_stepped_with_their_neighbours(
+    load: bool, momentum: float
+) -> None:
+    """After all state is gone, or was loaded, they look alike."""
+    models = []
+    for shared in (False, True):
+        torch.manual_seed(0)
+        model = DDP(Skipping(), shared_parameters=shared, find_unused_parameters=True)
+        settings = {"lr": 0.1, "momentum": momentum, "weight_decay": 0.1}
+        optimizer: torch.optim.Optimizer
+        if shared:
+            optimizer = NodeOptimizer(model, torch.optim.SGD, **settings)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), **settings)
+        models.append((model, optimizer))
+        train([(model, optimizer)], 2)
+        if load:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        else:
+            optimizer.state.clear()
+        train([(model, optimizer)], 2)
     assert_same_parameters(models[1][0], models[0][0])
 
 

@@ -143,6 +143,23 @@ def overflow(step: int):  # type: ignore[no-untyped-def]
     return change
 
 
+def test_edits_before_it() -> None:
+    """A rank that has no inputs at all has made them, too."""
+    models = pair()
+    for model, optimizer in models:
+        loss_of(model, torch.ones(3, 30)).backward()
+        optimizer.step()
+        optimizer.param_groups[0]["params"].pop(2)
+        optimizer.state.clear()
+        with model.join():
+            for step in range(2 * RANK):
+                torch.manual_seed(100 * step + RANK)
+                optimizer.zero_grad()
+                loss_of(model, torch.randn(3, 30)).backward()
+                optimizer.step()
+    assert_alike(models[0][0], models[1][0])
+
+
 def test_refused() -> None:
     """What ranks without inputs could not follow is an error, not a wait."""
     _, (shared, optimizer) = pair()
