@@ -205,8 +205,10 @@ class SharedParameters(PartialMeans):
 
     def check(self) -> None:
         """Raise RuntimeError if a rank has failed: parameters may not be read. Not collective."""
+        if forks.forked():  # which has not the meeting's memory; what its parent has is all there is
+            return
         failed = self._meeting.failed
-        if failed is None or forks.forked():  # what the parent has is all there is
+        if failed is None:
             return
         why = _WHY[self._reasons[failed]].format(rank=self._ranks[failed])
         raise RuntimeError(

@@ -221,7 +221,7 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
     @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step this rank's part. Collective, but it does not wait for the others' parts.
+        """Step this rank's part, and wait for the others' parts. Collective.
 
         Args:
             closure: computes the loss again, with gradients; called once on each rank.
@@ -263,10 +263,17 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         refused = _CHANGED_IN_PLACE if edits == IN_PLACE else ""
         with self._shared.stepping(edits + self._edits_of_groups, refused):
             if edited is not None:
-                self._take_state(edited)
+                self._take_edits(edited)
             self._put_back()
             self._step_own(settings)
         self._edits_of_groups = 0
+
+    def _take_edits(self, edited: dict[torch.Tensor, dict[str, Any]]) -> None:
+        with_gradient = [member for member in self._members if member.has_gradient]
+        self._take_state(edited)
+        for member in with_gradient:
+            member.has_gradient = True
+        self._show_gradients()
 
     def _step_own(self, settings: Iterable[dict[str, Any]]) -> None:
         for group, of_group in zip(self._inner_groups, settings, strict=True):

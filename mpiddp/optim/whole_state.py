@@ -49,8 +49,6 @@ class WholeState(torch.optim.Optimizer):
 
         def _bind(self) -> None: ...
 
-        def _show_gradients(self) -> None: ...
-
     def _show_nothing(self) -> None:
         """Show no state any more."""
         self._shown = ShownTable(Changes())
@@ -156,11 +154,7 @@ class WholeState(torch.optim.Optimizer):
             state = states.get(block.slices[0][1].index)
             if state is not None:
                 block.set_state(self._inner.state, state)
-        with_gradient = [member for member in self._members if member.has_gradient]
         self._bind()
-        for member in with_gradient:
-            member.has_gradient = True
-        self._show_gradients()
         self._show_state([member for member in self._members if loaded.get(member.tensor)])
         for memory in self._memories:
             memory.note_shown()
