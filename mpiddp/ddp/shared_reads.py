@@ -30,11 +30,15 @@ class Owner(Protocol):
 
 _refused: dict[int, weakref.ref[Owner]] = {}
 _installed = False
+# Of the hook of all modules, as long as some parameters are refused.
+_hooks: list[Any] = []
 
 
 def refuse(owner: Owner, parameters: Sequence[torch.Tensor]) -> None:
     """Let readers of these parameters get the owner's error from now on. Not collective."""
     _install()
+    if not _hooks:
+        _hooks.append(register_module_forward_pre_hook(_before_forward))
     keys = [id(parameter) for parameter in parameters]
     reference = weakref.ref(owner)
     _refused.update((key, reference) for key in keys)
@@ -44,6 +48,9 @@ def refuse(owner: Owner, parameters: Sequence[torch.Tensor]) -> None:
 def _forget(keys: Sequence[int]) -> None:
     for key in keys:
         _refused.pop(key, None)
+    if not _refused:
+        while _hooks:
+            _hooks.pop().remove()
 
 
 def _check(parameter: object) -> None:
@@ -65,7 +72,6 @@ def _install() -> None:
     if _installed:
         return
     _installed = True
-    register_module_forward_pre_hook(_before_forward)
     module: Any = torch.nn.Module
     named_parameters: Callable[..., Iterator[Any]] = module.named_parameters
     attribute: Callable[[Any, str], Any] = module.__getattr__

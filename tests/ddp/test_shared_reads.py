@@ -1,6 +1,7 @@
 """Who reads shared parameters has those of all ranks, or an error if a step failed."""
 
 import copy
+import gc
 import io
 import pickle
 import time
@@ -142,6 +143,10 @@ def test_after_a_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(RuntimeError, match=f"rank {SIZE - 1} failed"):
                 read(model.module)
             read(other)
+    del model, optimizer, read
+    gc.collect()
+    with together():
+        assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
 def test_loading_a_part() -> None:
