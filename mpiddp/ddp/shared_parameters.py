@@ -205,8 +205,8 @@ class SharedParameters(PartialMeans):
 
     def check(self) -> None:
         """Raise RuntimeError if a rank has failed: parameters may not be read. Not collective."""
-        if forks.forked():  # which has not the meeting's memory; what its parent has is all there is
-            return
+        if forks.forked():
+            return  # the meeting's memory is not there; what the parent has is all there is
         failed = self._meeting.failed
         if failed is None:
             return

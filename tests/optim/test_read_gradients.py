@@ -96,6 +96,25 @@ def test_readers(
     assert_same_bits(models[1][0].named_parameters())
 
 
+def test_first_reading_after_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a program that logs once in a while."""
+    monkeypatch.setattr(partial_means, "WHOLE_STEPS", 2)
+    models = pair(wide, "momentum")
+    for step in range(8):
+        found = []
+        for model, optimizer in models:
+            optimizer.zero_grad()
+            backward(model, step)
+            if step in (4, 7):
+                first = step == 4 and isinstance(optimizer, NodeOptimizer)
+                with warned() if first else quiet():
+                    found.append(log(model, optimizer))
+            optimizer.step()
+        with together():
+            torch.testing.assert_close(found[1:], found[:1])
+    assert_same_parameters(models[1][0], models[0][0])
+
+
 @pytest.mark.essential
 def test_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then means go to their owners only, however gradients are dropped."""
