@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -82,13 +83,12 @@ def find_state(
     largest = _LARGEST_16_BITS if dtype.itemsize == 2 else _LARGEST
     try:
         with torch.random.fork_rng(devices=[]):
-            state, alike = _try(make, dtype, _SHAPE, _rising(40.0))
+            state, alike = _try(make, dtype, [_SHAPE], _rising(40.0))
             alike = known or (
                 alike
-                and _try(make, dtype, _LARGE, _rising(largest))[1]
+                and _try(make, dtype, [_LARGE], _rising(largest))[1]
                 and all(
-                    _try(make, exact, shape, gradients)[1]
-                    for shape in (_SHAPE, *_SHAPES)
+                    _try(make, exact, [_SHAPE, *_SHAPES], gradients)[1]
                     for gradients in (_rising(1.0), _orthogonal, _zeros, _one_nan)
                 )
             )
@@ -140,34 +140,49 @@ def _one_nan(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _try(
-    make: Maker, dtype: torch.dtype, shape: tuple[int, ...], gradients_of: Gradients
+    make: Maker, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]], gradients_of: Gradients
 ) -> tuple[dict[str, object], bool]:
-    """Step a tensor of this shape, and its parts.
+    """Step tensors of these shapes, and their parts.
 
     Returns:
-        what the optimizer keeps of the whole, and whether the parts have become what it has.
+        what the optimizer keeps of the first whole, and whether all parts have become what the
+        wholes have.
     """
-    numbers = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64)
-    start = numbers.to(dtype)
-    whole = start.clone().view(shape)
-    first, second = start.numel() // 5 + 1, start.numel() * 7 // 10 + 1
-    parts = [start[:first].clone(), start[first:second].clone(), start[second:].clone()]
-    gradients = gradients_of(numbers).to(dtype)
-    optimizer = _trained(make, [whole], [gradients])
+    starts, wholes, given = [], [], []
+    beginnings: list[tuple[torch.Tensor, torch.Tensor]] = []
+    ends: list[tuple[torch.Tensor, torch.Tensor]] = []
+    parts = []
+    for shape in shapes:
+        numbers = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64)
+        start, gradients = numbers.to(dtype), gradients_of(numbers).to(dtype)
+        starts.append(start)
+        wholes.append(start.clone().view(shape))
+        given.append(gradients)
+        places = [0, start.numel() // 5 + 1, start.numel() * 7 // 10 + 1, start.numel()]
+        own = [start[low:high].clone() for low, high in pairwise(places)]
+        pairs = list(zip(own, [gradients[low:high] for low, high in pairwise(places)], strict=True))
+        beginnings += pairs[:2]
+        ends += pairs[2:]
+        parts.append(own)
+    optimizer = _trained(make, wholes, given)
     # By two optimizers, so neither knows all of it.
-    _trained(make, parts[:2], [gradients[:first], gradients[first:second]])
-    _trained(make, parts[2:], [gradients[second:]])
-    tolerance = 1e-2 if dtype.itemsize == 2 else 1e-5
-    joined = torch.cat(parts)
-    alike = torch.allclose(whole.flatten(), joined, rtol=tolerance, atol=tolerance, equal_nan=True)
-    if dtype in (torch.float64, torch.complex128):
+    for half in (beginnings, ends):
+        _trained(make, *zip(*half, strict=True))
+    alike = all(
+        _have_moved_alike(start, whole.flatten(), torch.cat(own))
+        for start, whole, own in zip(starts, wholes, parts, strict=True)
+    )
+    return optimizer.state[wholes[0]], alike
+
+
+def _have_moved_alike(start: torch.Tensor, whole: torch.Tensor, parts: torch.Tensor) -> bool:
+    if start.dtype in (torch.float64, torch.complex128):
         # Not to the last place: the optimizer may compute in float32.
-        update = whole.flatten() - start
+        update = whole - start
         largest = update.abs().nan_to_num(0).max().item()
-        alike = torch.allclose(
-            update, joined - start, rtol=1e-4, atol=1e-4 * largest, equal_nan=True
-        )
-    return optimizer.state[whole], alike
+        return torch.allclose(update, parts - start, rtol=1e-4, atol=1e-4 * largest, equal_nan=True)
+    tolerance = 1e-2 if start.dtype.itemsize == 2 else 1e-5
+    return torch.allclose(whole, parts, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def _trained(
