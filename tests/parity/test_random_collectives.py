@@ -138,8 +138,9 @@ def program(seed: int, steps: int) -> None:
         dist.destroy_process_group(part)
 
 
+# With 2 a new group of MPICH, of 3 ranks, has received what was sent in a broken one.
 @pytest.mark.essential(keep=2)
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("seed", range(8))
 def test_right_or_raised(seed: int) -> None:
     program(seed, 60)

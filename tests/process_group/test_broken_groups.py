@@ -255,28 +255,3 @@ def test_pages_are_given_back() -> None:
         dist.barrier()
         assert part.state.page is None
     assert CallTable is not None
-
-
-@pytest.mark.essential
-@pytest.mark.parametrize("where", WHERE)
-def test_a_new_group_gets_nothing_of_a_broken_one(where: str) -> None:
-    part = new_group(where, SHORT)
-    if rank() == 0:
-        dist.isend(torch.full((3,), 7.0), 1, part)  # nobody receives it
-    dist.barrier()
-    if rank() != 0:
-        with pytest.raises(RuntimeError, match=r"has waited 0\.4 s|group is broken"):
-            dist.all_reduce(torch.ones(3), group=part)
-    dist.barrier()
-    dist.destroy_process_group(part)
-    # The numbers of old communicators come back one by one.
-    others = [new_group(where, LONG) for _ in range(12)]
-    for again in others:
-        if rank() == 0:
-            dist.send(torch.full((3,), 9.0), 1, again)
-        elif rank() == 1:
-            tensor = torch.zeros(3)
-            dist.recv(tensor, 0, again)
-            assert tensor.tolist() == [9.0] * 3
-    for again in others:
-        dist.destroy_process_group(again)
