@@ -446,6 +446,12 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Count the forward passes that expect a backward. Overrides torch's method."""
         uncaught.take_part()
+        if getattr(self.process_group, "closed", False):
+            raise RuntimeError(
+                f"rank {self.process_group.rank()}: the process group of this "
+                f"{type(self).__name__} has been destroyed. Its communicators are gone: wrap the "
+                f"module again, `{type(self).__name__}(wrapped.module)`"
+            )
         if self._is_reduced() and self.training:
             self.reducer.passes.begin()
         return super()._pre_forward(*inputs, **kwargs)

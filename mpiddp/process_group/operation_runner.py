@@ -63,6 +63,8 @@ class OperationRunner(OperationErrors):
         timeout: how long an operation may wait for other ranks.
     """
 
+    closed = False  # by `shutdown`
+
     def __init__(
         self,
         communicator: MPI.Intracomm,
@@ -157,6 +159,7 @@ class OperationRunner(OperationErrors):
         """
         if forks.forked():
             return
+        self.closed = True
         self._sweep()
         self.abandon(*self._under_way)
         self._under_way.clear()
