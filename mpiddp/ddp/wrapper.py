@@ -420,6 +420,24 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
             self.reducer._set_static_graph()
             self.logger._set_static_graph()
 
+    def _take_new_group(self) -> None:
+        """Go on with the new world where the group, of all ranks, was destroyed. Collective.
+
+        As with Gloo, whose destroyed group goes on working.
+        """
+        old, new = self.process_group, dist.group.WORLD if dist.is_initialized() else None
+        if (
+            not isinstance(new, type(old))
+            or list(old.world_ranks) != list(range(new.size()))
+            or self._shared_parameters is not None
+        ):
+            raise RuntimeError(
+                f"rank {old.rank()}: the process group of this {type(self).__name__} has been "
+                f"destroyed. Its communicators are gone: wrap the module again, "
+                f"`{type(self).__name__}(wrapped.module)`"
+            )
+        self._update_process_group(new)
+
     def _delayed_all_reduce_hook(self, grad: torch.Tensor) -> torch.Tensor:
         # As torch's, but it waits: torch's drops the Work, which is right only on a CUDA stream.
         assert self._delay_grad_buffer is not None
@@ -447,11 +465,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
         """Count the forward passes that expect a backward. Overrides torch's method."""
         uncaught.take_part()
         if getattr(self.process_group, "closed", False):
-            raise RuntimeError(
-                f"rank {self.process_group.rank()}: the process group of this "
-                f"{type(self).__name__} has been destroyed. Its communicators are gone: wrap the "
-                f"module again, `{type(self).__name__}(wrapped.module)`"
-            )
+            self._take_new_group()
         if self._is_reduced() and self.training:
             self.reducer.passes.begin()
         return super()._pre_forward(*inputs, **kwargs)

@@ -452,8 +452,13 @@ for call in (mpiddp.init_process_group, lambda: mpiddp.init_process_group(MPI.CO
 tensor = torch.ones(1)
 dist.all_reduce(tensor)
 assert tensor.item() == 2
+wrapped = mpiddp.DistributedDataParallel(torch.nn.Linear(1, 1))
 mpiddp.destroy_process_group()
 mpiddp.init_process_group()
+for _ in range(2):
+    wrapped.zero_grad()
+    wrapped(torch.ones(1, 1) + dist.get_rank()).sum().backward()
+    assert wrapped.module.weight.grad.item() == 1.5
 assert dist.group.WORLD.timeout == timedelta(minutes=30)
 print("all refused")
 """
