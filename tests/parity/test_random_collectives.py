@@ -125,6 +125,7 @@ def program(seed: int, steps: int) -> None:
                 # MPI has begun then, and in a node, as here, Open MPI writes what is too long.
                 later = False
             if fault:
+                dist.barrier()  # who is behind could not end what it does
                 fail(groups[index], fault, draw, number, later)
                 dist.barrier()
                 dist.destroy_process_group(groups[index])
