@@ -64,7 +64,7 @@ PRIVATE_NAMES = [
     *_names(
         "torch._C.",
         "_current_graph_task_id",
-        "ddp/torch_reducer horovod/optimizer_reducer",
+        "ddp/torch_reducer ddp/watched_gradients horovod/optimizer_reducer",
         "whether a backward runs",
     ),
     *_names("torch._C.", "_len_torch_dispatch_stack", *_MODES),
@@ -443,7 +443,7 @@ PRIVATE_NAMES = [
     *_names(
         "torch.nn.parallel.distributed.",
         "_find_tensors",
-        "ddp/parameter_sharing ddp/wrapper",
+        "ddp/wrapper",
         "the tensors in what forward returns",
     ),
 ]
