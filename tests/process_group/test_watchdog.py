@@ -85,7 +85,7 @@ def test_a_bucket(tmp_path: Path) -> None:
     print("all well")
     """
     said = run(tmp_path, source, 3)
-    assert len(said) == 1
+    assert len(said) in (1, 2)  # at 3 s, and perhaps at 6 s
     assert "mpiddp: rank 0: bucket 0 of backward pass 1 of Linear" in said[0]
     assert "Rank 2 has not come (0 of its backward passes are reduced" in said[0]
     assert "in prepare)" in said[0]
