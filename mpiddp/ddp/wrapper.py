@@ -464,7 +464,8 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Count the forward passes that expect a backward. Overrides torch's method."""
         uncaught.take_part()
-        if getattr(self.process_group, "closed", False):
+        # torch.compile cannot look into a process group.
+        if not torch.compiler.is_compiling() and self.process_group.closed:
             self._take_new_group()
         if self._is_reduced() and self.training:
             self.reducer.passes.begin()
