@@ -32,10 +32,11 @@ NAMES = [
 
 
 @pytest.fixture(autouse=True)
-def _quick_roll_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpiddp.process_group import roll_call
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpiddp.process_group import operation_runner, roll_call
 
     monkeypatch.setattr(roll_call, "_PERIOD", 0.03)
+    monkeypatch.setattr(operation_runner, "_LAST", 0.1)
 
 
 def sizes_that_differ(part: Any, more: int) -> dict[str, Callable[[], Any]]:
@@ -83,7 +84,7 @@ def meet_after(call: Callable[[], Any], part: Any) -> None:
     dist.barrier(group=part)
 
 
-@pytest.mark.essential
+@pytest.mark.essential(keep=8)
 @pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("scale", [1, 50000], ids=["small", "large"])
