@@ -130,7 +130,7 @@ def show(
         own = next(each for each in _flat(given) if _has_own_dispatch(each))
         tensor = sys.modules.get("torch.distributed.tensor")
         if tensor is not None and isinstance(own, tensor.DTensor):
-            raise NotImplementedError(
+            raise NotImplementedError(  # as Gloo does: torch has no strategy for it
                 f"Operator {shown} does not have a sharding strategy registered: {name} takes "
                 f"plain tensors. Give it the local one, `DTensor.to_local()`, or let torch move "
                 f"the data, `DTensor.redistribute()`"
