@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["begin", "install", "refuse_in_join"]
 
-_installed = False
-
 
 class _Loads(threading.local):
     """The loads that are going on in a thread, each within the one before it."""
@@ -32,12 +30,9 @@ class _Loads(threading.local):
 _loads = _Loads()
 
 
+@functools.cache
 def install() -> None:
     """Let each load_state_dict of a module end what it has begun. Once a process."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
     module: Any = torch.nn.Module
     load_state_dict: Callable[..., Any] = module.load_state_dict
 

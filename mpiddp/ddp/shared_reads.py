@@ -9,6 +9,7 @@ step has failed.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -29,7 +30,6 @@ class Owner(Protocol):
 
 
 _refused: dict[int, weakref.ref[Owner]] = {}
-_installed = False
 # Of the hook of all modules, as long as some parameters are refused.
 _hooks: list[Any] = []
 
@@ -66,12 +66,9 @@ def _before_forward(module: torch.nn.Module, *arguments: Any) -> None:
         _check(parameter)
 
 
+@functools.cache
 def _install() -> None:
     """Replace the functions of torch that read parameters by ones that look. Once a process."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
     module: Any = torch.nn.Module
     named_parameters: Callable[..., Iterator[Any]] = module.named_parameters
     attribute: Callable[[Any, str], Any] = module.__getattr__

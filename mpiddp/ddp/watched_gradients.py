@@ -31,7 +31,6 @@ class Watcher(Protocol):
         """Note that these parameters have no gradient any more. Not collective."""
 
 
-_installed = False
 _watched: dict[int, tuple[weakref.ref[Any], int]] = {}
 _paused = 0
 
@@ -54,12 +53,9 @@ def watch(watcher: Watcher, parameters: Sequence[torch.Tensor]) -> None:
     torch.nn.Parameter.grad = _property  # type: ignore[assignment]
 
 
+@functools.cache
 def _install() -> None:
     """Let `zero_grad` of modules be no reading. Once a process."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
     module: Any = torch.nn.Module
     zero_grad = module.zero_grad
 
