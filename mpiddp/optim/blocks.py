@@ -10,6 +10,8 @@ pass once, and `foreach` ones pass over all tensors in each operation: both get 
 
 A parameter without a gradient is not stepped. Where some have one and others do not, a block is
 divided for good: its parts have made different numbers of steps from then on.
+
+What is stepped whole, see Note [Whole parameters], is a block of its own, in its own shape.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from mpiddp.reducer.bucket import view_like
 
 if TYPE_CHECKING:
     from mpiddp.ddp.node_parts import Slice
@@ -37,6 +41,7 @@ class Block:
         slices: in order, with the parameter of each.
         flat: the parameters of their bucket.
         memory: of the optimizer's state; None if it has none.
+        whole: whether it is one parameter, in its own shape.
     """
 
     def __init__(
@@ -44,23 +49,31 @@ class Block:
         slices: Sequence[tuple[Slice, Member]],
         flat: torch.Tensor,
         memory: StateMemory | None,
+        whole: bool = False,
     ) -> None:
         self.slices = slices
+        self._shaped_like = slices[0][1].tensor if whole else None
         self._flat = flat
         self._memory = memory
         parts = [part for part, _ in slices]
         self.bucket = parts[0].bucket
         self.start, self.stop = parts[0].start, parts[-1].stop
-        self.tensor = flat[self.start : self.stop].detach()
+        self.tensor = self._in_shape(flat[self.start : self.stop]).detach()
+        # In one dimension.
         self.gradient: torch.Tensor | None = None
+        self._shown: torch.Tensor | None = None
         self._places: dict[str, torch.Tensor] = {}
         # Each slice's own number, beside the first one's, which the optimizer has.
         self._copies: dict[str, torch.Tensor] = {}
         for key, kind in slices[0][1].kinds.items():
             assert memory is not None
-            self._places[key] = memory.of_slices(parts, key)
+            place = memory.of_slices(parts, key)
+            self._places[key] = self._in_shape(place) if kind.per_element else place
             if not kind.per_element and len(parts) > 1:
                 self._copies[key] = memory.numbers(parts, key)[1:]
+
+    def _in_shape(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat if self._shaped_like is None else view_like(flat, 0, self._shaped_like)
 
     @property
     def has_gradient(self) -> bool:
@@ -77,7 +90,18 @@ class Block:
 
     def show_gradient(self) -> None:
         """Let the optimizer see the gradient, or none. Not collective."""
-        self.tensor.grad = self.gradient if self.has_gradient else None
+        self._shown = None
+        if self.has_gradient and self.gradient is not None:
+            self._shown = self._in_shape(self.gradient)
+        self.tensor.grad = self._shown
+
+    def restore_gradient(self) -> None:
+        """Show the gradient again if the optimizer has put another in its place.
+
+        Not collective.
+        """
+        if self.tensor.grad is not self._shown:
+            self.tensor.grad = self._shown
 
     def divided(self, kind_of: Callable[[Member], object], states: States) -> list[Block]:
         """Return blocks of parameters that are of one kind: this one, or parts of it.

@@ -9,7 +9,7 @@ are orthogonal to the parameter (as AdamP does), zeros, a NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -51,15 +51,20 @@ class StateKind:
 
     Attributes:
         dtype: of the tensor, float64 for numbers of Python.
-        per_element: whether it has the parameter's shape; otherwise it is one number.
+        per_element: whether it has the parameter's shape.
         number: the type of a number of Python, None for tensors.
-        shape: of a tensor with one element.
+        shape: of a tensor that has not the parameter's shape.
     """
 
     dtype: torch.dtype
     per_element: bool
     number: type | None = None
     shape: tuple[int, ...] = ()
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is one number for the whole parameter."""
+        return not self.per_element and math.prod(self.shape) == 1
 
 
 def find_state(
@@ -80,16 +85,16 @@ def find_state(
     """
     # Whatever the dtype is, so that small differences show.
     exact = torch.complex128 if dtype.is_complex else torch.float64
-    largest = _LARGEST_16_BITS if dtype.itemsize == 2 else _LARGEST
+    largest = largest_of(dtype)
     try:
         with torch.random.fork_rng(devices=[]):
-            state, alike = _try(make, dtype, [_SHAPE], _rising(40.0))
+            state, alike = _try(make, dtype, [_SHAPE], rising(40.0))
             alike = known or (
                 alike
-                and _try(make, dtype, [_LARGE], _rising(largest))[1]
+                and _try(make, dtype, [_LARGE], rising(largest))[1]
                 and all(
                     _try(make, exact, [_SHAPE, *_SHAPES], gradients)[1]
-                    for gradients in (_rising(1.0), _orthogonal, _zeros, _one_nan)
+                    for gradients in (rising(1.0), _orthogonal, zeros, one_nan)
                 )
             )
     except Exception as error:
@@ -102,15 +107,41 @@ def find_state(
             f"settings a part of a parameter steps otherwise than in the whole. If that is wrong, "
             f"say elementwise=True"
         )
+    kinds = kinds_of(state, _SHAPE, name)
+    for key, kind in kinds.items():
+        if not kind.per_element and not kind.is_number:
+            raise TypeError(
+                f"NodeOptimizer cannot divide what {name} keeps as {key!r}, a tensor of shape "
+                f"{kind.shape} for a parameter of shape {_SHAPE}"
+            )
+    return kinds
+
+
+def kinds_of(
+    state: Mapping[str, object], shape: tuple[int, ...], name: str
+) -> dict[str, StateKind]:
+    """Return what an optimizer keeps for a parameter, by key. Not collective.
+
+    Args:
+        state: that it keeps.
+        shape: of the parameter.
+        name: of the optimizer, for errors.
+
+    Raises:
+        TypeError: it keeps what is neither a number nor a tensor.
+    """
     kinds = {}
     for key, value in state.items():
-        kind = _kind_of(value)
-        if kind is None:
+        if isinstance(value, bool | int | float):
+            kinds[key] = StateKind(torch.float64, False, type(value))
+        elif isinstance(value, torch.Tensor) and value.shape == shape:
+            kinds[key] = StateKind(value.dtype, True)
+        elif isinstance(value, torch.Tensor):
+            kinds[key] = StateKind(value.dtype, False, None, tuple(value.shape))
+        elif value is not None:
             raise TypeError(
-                f"NodeOptimizer cannot divide what {name} keeps as {key!r}: {type(value).__name__}"
+                f"NodeOptimizer cannot share what {name} keeps as {key!r}: {type(value).__name__}"
             )
-        if value is not None:
-            kinds[key] = kind
     return kinds
 
 
@@ -118,8 +149,13 @@ def find_state(
 Gradients = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _rising(largest: float) -> Gradients:
-    """From small to large, of both signs, and each element its own."""
+def largest_of(dtype: torch.dtype) -> float:
+    """Return how large gradients of a dtype get in trials. Not collective."""
+    return _LARGEST_16_BITS if dtype.itemsize == 2 else _LARGEST
+
+
+def rising(largest: float) -> Gradients:
+    """Return gradients from small to large, of both signs, each element its own. Not collective."""
     return lambda numbers: numbers.pow(3) * largest
 
 
@@ -129,11 +165,13 @@ def _orthogonal(numbers: torch.Tensor) -> torch.Tensor:
     return torch.stack([-second, first], 1).flatten()
 
 
-def _zeros(numbers: torch.Tensor) -> torch.Tensor:
+def zeros(numbers: torch.Tensor) -> torch.Tensor:
+    """Return zeros. Not collective."""
     return torch.zeros_like(numbers)
 
 
-def _one_nan(numbers: torch.Tensor) -> torch.Tensor:
+def one_nan(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the numbers, but one. Not collective."""
     gradients = numbers.clone()
     gradients[3] = torch.nan
     return gradients
@@ -164,18 +202,19 @@ def _try(
         beginnings += pairs[:2]
         ends += pairs[2:]
         parts.append(own)
-    optimizer = _trained(make, wholes, given)
+    optimizer = trained(make, wholes, given)
     # By two optimizers, so neither knows all of it.
     for half in (beginnings, ends):
-        _trained(make, *zip(*half, strict=True))
+        trained(make, *zip(*half, strict=True))
     alike = all(
-        _have_moved_alike(start, whole.flatten(), torch.cat(own))
+        have_moved_alike(start, whole.flatten(), torch.cat(own))
         for start, whole, own in zip(starts, wholes, parts, strict=True)
     )
     return optimizer.state[wholes[0]], alike
 
 
-def _have_moved_alike(start: torch.Tensor, whole: torch.Tensor, parts: torch.Tensor) -> bool:
+def have_moved_alike(start: torch.Tensor, whole: torch.Tensor, parts: torch.Tensor) -> bool:
+    """Return whether a tensor that was stepped in two ways has become the same. Not collective."""
     if start.dtype in (torch.float64, torch.complex128):
         # Not to the last place: the optimizer may compute in float32.
         update = whole - start
@@ -185,25 +224,16 @@ def _have_moved_alike(start: torch.Tensor, whole: torch.Tensor, parts: torch.Ten
     return torch.allclose(whole, parts, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def _trained(
+def trained(
     make: Maker, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """Return an optimizer that has stepped tensors some times, each with another gradient."""
+    """Return an optimizer that has stepped tensors some times, each with another gradient.
+
+    Not collective.
+    """
     optimizer = make(tensors)
     for step in range(_STEPS):
         for tensor, gradient in zip(tensors, gradients, strict=True):
             tensor.grad = (gradient * (1 + step)).view(tensor.shape)
         optimizer.step()
     return optimizer
-
-
-def _kind_of(value: object) -> StateKind | None:
-    if value is None or isinstance(value, bool | int | float):
-        return StateKind(torch.float64, False, type(value))
-    if not isinstance(value, torch.Tensor):
-        return None
-    if value.shape == _SHAPE:
-        return StateKind(value.dtype, True)
-    if value.numel() == 1:
-        return StateKind(value.dtype, False, None, tuple(value.shape))
-    return None

@@ -74,10 +74,10 @@ class Member:
             name: of the optimizer.
 
         Returns:
-            numbers, and what is None, by key; True for a tensor with the parameter's shape.
+            numbers, and what is None, by key; True for a tensor that is no number.
 
         Raises:
-            RuntimeError: it has a state that the optimizer does not keep.
+            RuntimeError: it has a state that the optimizer does not keep, or of another shape.
         """
         loaded: dict[str, Any] = {}
         for key, value in given.items():
@@ -93,6 +93,12 @@ class Member:
             if kind.per_element:
                 flat = value.new_empty(value.numel())
                 view_like(flat, 0, self.tensor).copy_(value)
+            elif not kind.is_number:
+                if value.shape != kind.shape:
+                    raise RuntimeError(
+                        f"the state_dict has {key!r} of shape {tuple(value.shape)}, and {name} "
+                        f"keeps it in shape {kind.shape}"
+                    )
             else:
                 loaded[key] = value.item() if isinstance(value, torch.Tensor) else value
                 if kind.number is not None:
@@ -102,6 +108,8 @@ class Member:
                 place = self.memory.of_slices([part], key)
                 if kind.per_element:
                     place.copy_(flat[part.start - first : part.stop - first])
+                elif not kind.is_number:
+                    place.copy_(value)
                 else:
                     place.fill_(loaded[key])
         return loaded

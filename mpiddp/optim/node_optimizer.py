@@ -16,9 +16,9 @@ from mpiddp.ddp import node_parts
 from mpiddp.ddp.shared_parameters import SharedParameters
 from mpiddp.ddp.watched_gradients import gradient_of, unwatched
 from mpiddp.ddp.wrapper import DistributedDataParallel
-from mpiddp.optim import grad_scaler, uneven_steps
+from mpiddp.optim import grad_scaler, uneven_steps, whole_parameters
 from mpiddp.optim.blocks import BLOCK_BYTES, Block
-from mpiddp.optim.elementwise import ELEMENTWISE, StateKind, find_state
+from mpiddp.optim.elementwise import ELEMENTWISE, StateKind
 from mpiddp.optim.members import Member
 from mpiddp.optim.state_memory import StateMemory
 from mpiddp.optim.whole_state import IN_PLACE, WholeState
@@ -50,20 +50,21 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
     of a rank that has inputs. Ranks without inputs follow it, also where the others clip, or a
     GradScaler skips the step.
 
+    An optimizer that does not treat each element by itself, such as Muon and Adafactor, gets whole
+    parameters: one rank of a node steps each of them, and all ranks have the whole means.
+
     Args:
         model: a `mpiddp.DistributedDataParallel` with ``shared_parameters=True``.
-        optimizer_class: of torch or the user's. It must be elementwise, which is tried.
+        optimizer_class: of torch or the user's.
         params: parameters of the model, or groups of them, as torch's optimizers take them. None is
             all that need a gradient.
         whole_gradients: whether all of ``.grad`` is the mean on every rank from the start and for
             good, which costs writing it.
-        elementwise: True if `optimizer_class` treats each element by itself, whatever the trial
-            says.
+        elementwise: whether `optimizer_class` treats each element by itself. None: that is tried.
         settings: those of `optimizer_class`.
 
     Raises:
-        TypeError: `optimizer_class` does not treat each element by itself, as LBFGS, Adafactor and
-            Muon.
+        TypeError: `optimizer_class` looks at several parameters at once, as LBFGS does.
         ValueError: `model` does not share parameters, or some parameter is not the model's.
         OSError: some rank has too little memory for its state; raised on all ranks.
     """
@@ -95,7 +96,9 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         self._shared: SharedParameters = shared
         self._class = optimizer_class
         self._settings = settings
-        self._elementwise = bool(elementwise)
+        self._elementwise = elementwise
+        # Whether some group's parameters are stepped whole.
+        self._steps_whole = False
         self._indices = {id(parameter): n for n, parameter in enumerate(shared.parameters)}
         self._frozen = {
             id(parameter) for parameter in wrapper.parameters() if not parameter.requires_grad
@@ -126,7 +129,7 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         for _, members in made:
             self._begin(members)
         self._let_follow()
-        shared.send_means_to_owners(not whole_gradients)
+        shared.send_means_to_owners(not (whole_gradients or self._steps_whole))
         shared.exchange(0)  # what is there from the start is there for all ranks
 
     def __reduce__(self) -> NoReturn:
@@ -138,7 +141,7 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         """Add parameters of the model, as torch's method of this name. Collective.
 
         Raises:
-            TypeError: with these settings the optimizer does not treat each element by itself.
+            TypeError: with these settings the optimizer looks at several parameters at once.
             ValueError: a parameter is not the model's.
         """
         super().add_param_group(param_group)
@@ -146,6 +149,8 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
             inner, members = self._prepare(self.param_groups[-1])
             self._inner.add_param_group(inner)
             self._begin(members)
+            if self._steps_whole:
+                self._shared.send_means_to_owners(False)
             self._shared.exchange(0)
 
     def _prepare(self, group: dict[str, Any]) -> tuple[dict[str, Any], list[Member]]:
@@ -153,24 +158,27 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         shared = self._shared
         self._present.append(list(group["params"]))
         self._given.append({id(parameter) for parameter in group["params"]})
-        members = []
-        found: dict[torch.dtype, dict[str, StateKind]] = {}
+        given = [each for each in group["params"] if id(each) in self._indices]
         for parameter in group["params"]:
-            if id(parameter) in self._indices:
-                dtype = parameter.dtype
-                if dtype not in found:
-                    found[dtype] = self._find_state(group, dtype)
-                members.append(Member(self._indices[id(parameter)], parameter, found[dtype]))
-            elif id(parameter) not in self._frozen:
+            if id(parameter) not in self._indices and id(parameter) not in self._frozen:
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} is not one that the model "
                     f"shares: a NodeOptimizer steps those of one model"
                 )
-        most = None
-        if members and not group.get("foreach") and not group.get("fused"):
-            most = BLOCK_BYTES // members[0].tensor.itemsize
+        found, whole = self._find_state(group, given)
+        members = [
+            Member(self._indices[id(parameter)], parameter, kinds)
+            for parameter, kinds in zip(given, found, strict=True)
+        ]
         by_index = {member.index: member for member in members}
-        cut = node_parts.cut(shared.layouts, by_index, most, self._slices)
+        if whole:
+            self._steps_whole = True
+            cut = whole_parameters.deal(shared.layouts, by_index, shared.ranks, self._slices)
+        else:
+            most = None
+            if members and not group.get("foreach") and not group.get("fused"):
+                most = BLOCK_BYTES // members[0].tensor.itemsize
+            cut = node_parts.cut(shared.layouts, by_index, most, self._slices)
         slices = [part for block in cut for part in block]
         self._slices += len(slices)
         kinds = {member.index: member.kinds for member in members}
@@ -182,7 +190,7 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         for block in cut:
             if block[0].owner == shared.rank:
                 of_block = [(part, by_index[part.parameter]) for part in block]
-                blocks.append(Block(of_block, shared.flat[block[0].bucket], memory))
+                blocks.append(Block(of_block, shared.flat[block[0].bucket], memory, whole))
                 for part, member in of_block:
                     member.own.append(part)
         for member in members:
@@ -191,14 +199,19 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         self._blocks.append(list(blocks))
         return {**_settings_of(group), "params": [block.tensor for block in blocks]}, members
 
-    def _find_state(self, group: dict[str, Any], dtype: torch.dtype) -> dict[str, StateKind]:
+    def _find_state(
+        self, group: dict[str, Any], parameters: Sequence[torch.Tensor]
+    ) -> tuple[list[dict[str, StateKind]], bool]:
+        """Return what is kept for each parameter of a group, and whether they are stepped whole."""
         settings = _settings_of(group)
 
         def make(tensors: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
             return self._class([{**settings, "params": list(tensors)}], **self._settings)
 
-        known = self._elementwise or self._class in ELEMENTWISE
-        return find_state(make, dtype, self._class.__name__, known)
+        is_elementwise = self._elementwise
+        if is_elementwise is None and self._class in ELEMENTWISE:
+            is_elementwise = True
+        return whole_parameters.find_state(make, parameters, self._class.__name__, is_elementwise)
 
     def _begin(self, members: list[Member]) -> None:
         """Take parameters that are new. Not collective."""
@@ -209,9 +222,11 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         # Some optimizers have a state before the first step.
         if any(self._inner.state[block.tensor] for block in self._all_blocks()):
             self._keep_state()
-        trial = self._class([torch.zeros(2)], **self._settings)
-        if any(trial.state.values()):
-            self._show_state(members)
+        if members:
+            like = torch.zeros([2] * members[0].tensor.dim(), dtype=members[0].tensor.dtype)
+            trial = self._class([like], **self._settings)
+            if any(trial.state.values()):
+                self._show_state(members)
         self._inner.state = defaultdict(
             dict, {tensor: state for tensor, state in self._inner.state.items() if state}
         )
@@ -278,6 +293,8 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
     def _step_own(self, settings: Iterable[dict[str, Any]]) -> None:
         for group, of_group in zip(self._inner_groups, settings, strict=True):
             group.update(of_group)
+        for block in self._all_blocks():
+            block.restore_gradient()
         self._inner_step(self._inner)
         self._keep_state()
         if self._without_state:

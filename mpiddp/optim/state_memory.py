@@ -6,12 +6,13 @@ else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from mpiddp.ddp.shared_parameters import AREA_BYTES
+from mpiddp.ddp.shared_parameters import ALIGNMENT, AREA_BYTES
 from mpiddp.reducer.bucket import view_like
 
 if TYPE_CHECKING:
@@ -67,11 +68,21 @@ class StateMemory:
                 and kinds[part.parameter].get(key) == keys[key, dtype, bucket]
             ]
             size += -(-shared.layouts[bucket].elements * dtype.itemsize // AREA_BYTES) * AREA_BYTES
+        # What has another shape is of parameters that one rank steps.
+        self._apart: dict[tuple[int, str], int] = {}
+        for part in slices:
+            for key, kind in sorted(kinds[part.parameter].items()):
+                if not kind.per_element and not kind.is_number:
+                    self._apart[part.parameter, key] = size
+                    needed = math.prod(kind.shape) * kind.dtype.itemsize
+                    if part.owner == shared.rank:
+                        ranges.append((size, size + needed))
+                    size += -(-needed // ALIGNMENT) * ALIGNMENT
         numbers = dict.fromkeys(
             key
             for of_parameter in kinds.values()
             for key, kind in of_parameter.items()
-            if not kind.per_element
+            if kind.is_number
         )
         self._number_keys = {key: place for place, key in enumerate(sorted(numbers))}
         self._numbers_start = size
@@ -100,8 +111,10 @@ class StateMemory:
         """
         first = slices[0]
         kind = self._kinds[first.parameter][key]
-        if not kind.per_element:
+        if kind.is_number:
             return self.numbers(slices, key)[0].view(kind.shape)
+        if not kind.per_element:
+            return self._other(first.parameter, key, self._bytes)
         return self._flat(key, kind, first.bucket, self._bytes)[first.start : slices[-1].stop]
 
     def numbers(self, slices: Sequence[Slice], key: str) -> torch.Tensor:
@@ -123,13 +136,20 @@ class StateMemory:
     def of_parameter(self, index: int, key: str) -> torch.Tensor:
         """Return the memory of one key for a whole parameter, as users see it. Not collective."""
         kind, first = self._kinds[index][key], self._first[index]
-        if not kind.per_element:
+        if kind.is_number:
             return self._numbers([first], key, self._shown)[0].view(kind.shape)
+        if not kind.per_element:
+            return self._other(index, key, self._shown)
         start = self._shared.layouts[first.bucket].starts[index]
         parameter = self._shared.parameters[index]
         return view_like(
             self._flat(key, kind, first.bucket, self._shown), start, parameter
         ).detach()
+
+    def _other(self, index: int, key: str, memory: torch.Tensor) -> torch.Tensor:
+        kind, start = self._kinds[index][key], self._apart[index, key]
+        size = math.prod(kind.shape) * kind.dtype.itemsize
+        return memory[start : start + size].view(kind.dtype).view(kind.shape)
 
     def _flat(self, key: str, kind: StateKind, bucket: int, memory: torch.Tensor) -> torch.Tensor:
         start = self._starts[key, kind.dtype, bucket]

@@ -1,4 +1,4 @@
-"""Optimizers that only seem to treat each element by itself are refused."""
+"""Optimizers that only seem to treat each element by itself are not taken for such."""
 
 from typing import Any
 

@@ -161,17 +161,6 @@ def test_models(case: Case) -> None:
     assert_same_parameters(models[1][0], models[0][0], exact, case.rounding)
 
 
-@pytest.mark.essential(keep=1)
-@pytest.mark.parametrize(
-    "optimizer_class",
-    [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam],
-)
-def test_not_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> None:
-    model = DDP(nn.Linear(3, 3, bias=False), shared_parameters=True)
-    with together(), pytest.raises(TypeError, match=optimizer_class.__name__):
-        NodeOptimizer(model, optimizer_class)
-
-
 def test_refused() -> None:
     plain = DDP(nn.Linear(2, 2))
     shared = DDP(nn.Linear(2, 2), shared_parameters=True)
