@@ -34,7 +34,7 @@ from mpiddp.process_group.group_state import GroupState
 from mpiddp.process_group.operation_errors import OperationErrors
 from mpiddp.process_group.roll_call import RollCall
 from mpiddp.process_group.watchdog import ended_with_block, limited
-from mpiddp.process_group.work import COMPLETED, CompletedWork, Work
+from mpiddp.process_group.work import COMPLETED, CompletedWork, Work, each_of
 from mpiddp.process_group.wrapped_modules import WrappedModules
 from mpiddp.system import running_time
 from mpiddp.torch_internals.compiler import skip_compilation
@@ -77,8 +77,10 @@ class OperationRunner(OperationErrors):
         self._communicator = communicator
         # What `GroupState.enter` is to compare before a collective's first call of MPI.
         self._uncompared: Call | None = None
-        # The block of the collective that is being started, if it goes beside the data.
+        # Of the collective that is being started: its block, if that goes beside the data, and
+        # until when it may last, if its block took long.
         self._beside: SentBlock | None = None
+        self._until = 0.0
         self.state = GroupState(self)
         self.engine: Engine = requests.engine
         self.completion = completion
@@ -182,7 +184,7 @@ class OperationRunner(OperationErrors):
     def _end_coalescing(self, device: torch.device | None = None) -> TorchWork:
         """Return a Work of all that was started since `_start_coalescing`. Not collective."""
         together, self._together = self._together or [], None
-        operation = _each(together)
+        operation = each_of(together)
         pending = next(operation)
         assert isinstance(pending, list)
         seconds = self.timeout.total_seconds()
@@ -249,11 +251,13 @@ class OperationRunner(OperationErrors):
         Raises:
             RuntimeError: other ranks did not come in time, or have broken the group.
         """
+        until = 0.0
         self._starting.release()
         try:
-            self._wait(pending, name, limit, number)
+            until = self._wait(pending, name, limit, number)
         finally:
             self._starting.acquire()
+            self._until = until
 
     @property
     def has_blocks(self) -> bool:
@@ -413,12 +417,14 @@ class OperationRunner(OperationErrors):
                 # yet, but these frames do.
                 self.abandon(error.__traceback__, arguments)
                 raise
+            finally:
+                beside, until = self._beside, self._until
+                self._beside, self._until = None, 0.0
         waited = pending if isinstance(pending, list) else [pending]
-        beside, self._beside = self._beside, None
         if beside is not None:
             waited = [beside.pending, *waited]
         if at_once:
-            return self._finish(name, operation, waited, opts, number, record)
+            return self._finish(name, operation, waited, opts, number, record, until)
         if copies is None:
             work = Work(self, name, operation, waited, self._limit(opts), number)
         else:
@@ -451,8 +457,8 @@ class OperationRunner(OperationErrors):
         opts: Any,
         number: int,
         record: int,
+        until: float,
     ) -> CompletedWork:
-        until = 0.0
         try:
             for pending in waited:
                 until = self._wait(pending, name, self._limit(opts), number, until)
@@ -490,11 +496,3 @@ class OperationRunner(OperationErrors):
         # torch marks "not given" by a negative time.
         limit = own if own is not None and own > timedelta(0) else self.timeout
         return float(limit.total_seconds())
-
-
-def _each(works: list[Work]) -> Operation:
-    """Wait for several works that were started already."""
-    yield [pending for work in works for pending in work.pending]
-    for work in works:
-        Work.wait(work)  # in any thread: no stream must wait here
-    return [tensor for work in works for tensor in work.result()]

@@ -374,3 +374,11 @@ class CompletedWork(TorchWork):
 
 
 COMPLETED = CompletedWork()
+
+
+def each_of(works: list[Work]) -> Operation:
+    """Wait for several works that were started already. Collective with them."""
+    yield [pending for work in works for pending in work.pending]
+    for work in works:
+        Work.wait(work)  # in any thread: no stream must wait here
+    return [tensor for work in works for tensor in work.result()]
