@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mpiddp.system.entrance import Entrance, Proof
 from mpiddp.system.listening import listen
 
 if TYPE_CHECKING:
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Place", "connect"]
 
-# Seconds that all of it may take, and a connection that says nothing.
+# Seconds that all of it may take.
 _PATIENCE = 3.0
-_SILENCE = 0.5
+_NAP = 1e-3
 
-_SECRET_BYTES = 16
+_SECRET_BYTES = 32
 
 # The system asks a silent node so many times within the time that it has.
 _QUESTIONS = 10
@@ -45,7 +46,7 @@ class Place:
         host: its name.
         ranks: of all the node.
         port: where it listens, 0 if it does not.
-        secret: which a connection to it begins with.
+        secret: which a connection to it must know.
     """
 
     rank: int
@@ -73,8 +74,8 @@ def connect(
     with contextlib.ExitStack() as opened:
         secret, port = secrets.token_bytes(_SECRET_BYTES), 0
         try:
-            listener = opened.enter_context(listen())
-            port = listener.getsockname()[1]
+            entrance = opened.enter_context(contextlib.closing(Entrance(listen(), secret)))
+            port = entrance.port
         except OSError as error:
             problem = f"rank {ranks[0]} cannot listen: {error}"
         here = Place(ranks[0], os.getpid(), socket.gethostname(), ranks, port, secret)
@@ -84,18 +85,23 @@ def connect(
         made: list[tuple[socket.socket, Place]] = []
         with contextlib.ExitStack() as connections:
             if all(place.port for place in places):
+                other, dialled = following, None
                 try:
                     if count > 2 or own == 0:
                         connection = connections.enter_context(_dial(following, deadline, here))
                         made.append((connection, following))
+                        dialled = Proof(connection, following.secret)
                     if count > 2 or own == 1:
-                        connection = connections.enter_context(_accept(listener, secret, deadline))
-                        made.append((connection, before))
+                        other = before
+                        # The other end proves itself only while it looks, too.
+                        connection = _accept(entrance, deadline, dialled)
+                        made.append((connections.enter_context(connection), before))
+                    other = following
+                    while dialled is not None and not dialled.advance():
+                        _nap(deadline)
                     for connection, _ in made:
-                        connection.setblocking(False)
                         _set_patience(connection, seconds)
                 except OSError as error:
-                    other = before if made or own == 1 == count - 1 else following
                     problem = (
                         f"rank {here.rank} ({here.host}) has no connection with rank "
                         f"{other.rank} ({other.host}): {error}"
@@ -116,7 +122,6 @@ def _dial(place: Place, deadline: float, here: Place) -> socket.socket:
         try:
             connection.settimeout(max(deadline - time.monotonic(), 0.001))
             connection.connect(address)
-            connection.sendall(place.secret)
         except OSError as error:
             connection.close()
             problem = error
@@ -148,16 +153,21 @@ def _addresses(host: str, port: int, deadline: float) -> _Addresses:
     return result
 
 
-def _accept(listener: socket.socket, secret: bytes, deadline: float) -> socket.socket:
-    """Return the connection that knows the secret; others may come, of whoever tries ports."""
+def _accept(entrance: Entrance, deadline: float, dialled: Proof | None) -> socket.socket:
+    """Return the connection of the rank before; others may come, of whoever tries ports."""
     while True:
-        listener.settimeout(max(deadline - time.monotonic(), 0.001))
-        connection, _ = listener.accept()
-        with contextlib.suppress(OSError):
-            connection.settimeout(min(_SILENCE, max(deadline - time.monotonic(), 0.001)))
-            if secrets.compare_digest(connection.recv(_SECRET_BYTES), secret):
-                return connection
-        connection.close()
+        if dialled is not None:
+            with contextlib.suppress(OSError):  # it is raised again where that one is waited for
+                dialled.advance()
+        for connection in entrance.look():
+            return connection
+        _nap(deadline)
+
+
+def _nap(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError("the other end does not answer")
+    time.sleep(_NAP)
 
 
 def _set_patience(connection: socket.socket, seconds: float) -> None:

@@ -1,14 +1,14 @@
 """A job that runs meets one that comes to it, at an address in a folder that both see.
 
-Rank 0 of the job that runs listens, and writes its address into the folder. Rank 0 of the one that
-comes connects to it, says what it is, and waits. When the others are at the end of a step, the two
+Rank 0 of the job that runs listens, and writes its address and a secret into the folder, for its
+user alone. Rank 0 of the one that comes connects to it, proves that it knows the secret (see
+entrance.py), says what it is, and waits. When the others are at the end of a step, the two
 worlds connect (MPI 4.1, section 11.9), and a communicator of all is merged from both sides.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import os
 import secrets
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpiddp import settings
 from mpiddp.rendezvous import launch_checks
+from mpiddp.system.entrance import Entrance, Proof
 from mpiddp.system.listening import listen
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ __all__ = ["close", "come", "let_in", "look"]
 
 _ADDRESS = "mpiddp-job.json"
 _LONGEST_LINE = 1 << 16
-# Seconds for a connection to say what it is, and for a job to answer that it is there.
+# Seconds for a job to say what it is, and to answer that it is there.
 _PATIENCE = 10.0
 # Seconds between two looks of the job that comes.
 _NAP = 0.1
@@ -57,33 +58,32 @@ class _Door:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._guests: list[_Guest] = []
-        self._secret = secrets.token_hex(16)
-        self._listener = listen()
-        self._listener.setblocking(False)
+        self._secret = secrets.token_hex(32)
+        self._entrance = Entrance(listen(), bytes.fromhex(self._secret), _say)
         self._address = folder / _ADDRESS
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._write_address()
         except OSError:
-            self._listener.close()
+            self._entrance.close()
             raise
 
     def _write_address(self) -> None:
-        where = {"host": socket.gethostname(), "port": self._listener.getsockname()[1]}
-        new = self._address.with_suffix(f".{os.getpid()}")
-        # Whoever can read it can come.
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "w") as file:
-            json.dump({**where, "secret": self._secret}, file)
-        os.replace(new, self._address)
+        where = {"host": socket.gethostname(), "port": self._entrance.port}
+        # In a folder where others may write, nobody can have made it, nor read it.
+        new = self._address.with_suffix(f".{secrets.token_hex(8)}")
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        try:
+            with open(descriptor, "w") as file:
+                json.dump({**where, "secret": self._secret}, file)
+            os.replace(new, self._address)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
 
     def look(self) -> int:
         """Return the ranks of the first job that waits, 0 if none does. Waits for nothing."""
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                connection, _ = self._listener.accept()
-                connection.setblocking(False)
-                self._guests.append(_Guest(connection))
+        self._guests += map(_Guest, self._entrance.look())
         self._guests = [guest for guest in self._guests if self._stays(guest)]
         return next((guest.ranks for guest in self._guests if guest.ranks), 0)
 
@@ -108,8 +108,6 @@ class _Door:
 
     def _judge(self, said: dict[str, Any]) -> tuple[int, str]:
         """Return how many ranks come, and why they cannot, if so."""
-        if not hmac.compare_digest(said["secret"], self._secret):
-            raise ValueError("a stranger")
         own = launch_checks.compared()
         differences = [
             f"{name} is {said['compared'].get(name)} here and {value} there"
@@ -139,11 +137,11 @@ class _Door:
         return None
 
     def close(self) -> None:
-        self._listener.close()
+        self._entrance.close()
         for guest in self._guests:
             guest.connection.close()
         with contextlib.suppress(OSError, ValueError):
-            if json.loads(self._address.read_bytes())["secret"] == self._secret:
+            if _read_address(self._address)["secret"] == self._secret:
                 self._address.unlink()
 
 
@@ -254,14 +252,26 @@ def _ask(folder: Path, count: int, vendor: str) -> tuple[socket.socket, str]:
     words = f"for the job at {folder}, which lets others in when it calls elastic.admit()"
     with contextlib.ExitStack() as until_failed:
         connection: socket.socket | None = None
+        proof: Proof | None = None
         heard = b""
+        said = _line({"ranks": count, "compared": launch_checks.compared()})
         while True:
             try:
                 if connection is None:
-                    connection = until_failed.enter_context(_connect(folder, count))
-                    heard = b""
-                heard += _hear(connection)
-            except (OSError, ValueError, KeyError):
+                    where = _read_address(folder / _ADDRESS)
+                    address = where["host"], where["port"]
+                    connection = socket.create_connection(address, _PATIENCE)
+                    until_failed.enter_context(connection)
+                    proof, heard = Proof(connection, bytes.fromhex(where["secret"])), b""
+                if proof is not None:
+                    # The job looks at the end of a step only.
+                    proof = None if proof.advance(said) else proof
+                if proof is None:
+                    connection.settimeout(_NAP)
+                    heard += _hear(connection)
+                else:
+                    time.sleep(_NAP)
+            except (OSError, ValueError, KeyError, TypeError):
                 # It is not there yet, or has gone, and another may come.
                 until_failed.close()
                 connection = None
@@ -286,24 +296,22 @@ def _ask(folder: Path, count: int, vendor: str) -> tuple[socket.socket, str]:
                 print(f"mpiddp: waits {words}", file=sys.stderr, flush=True)
 
 
-def _connect(folder: Path, count: int) -> socket.socket:
-    where = json.loads((folder / _ADDRESS).read_bytes())
-    connection = socket.create_connection((where["host"], where["port"]), _PATIENCE)
-    try:
-        connection.sendall(
-            _line(
-                {
-                    "secret": where["secret"],
-                    "ranks": count,
-                    "compared": launch_checks.compared(),
-                }
-            )
-        )
-    except OSError:
-        connection.close()
-        raise
-    connection.settimeout(_NAP)
-    return connection
+def _read_address(path: Path) -> dict[str, Any]:
+    """Return what a job has written.
+
+    Raises:
+        OSError: it is not there, or is not this user's: who wrote it could pretend to be the job.
+        ValueError: it is something else.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        if os.fstat(file.fileno()).st_uid != os.geteuid():
+            raise PermissionError(f"{path} is another user's")
+        where: dict[str, Any] = json.loads(file.read(_LONGEST_LINE))
+        return where
+
+
+def _say(words: str) -> None:
+    print(f"mpiddp: rank 0: {words}", file=sys.stderr, flush=True)
 
 
 def _hear(connection: socket.socket) -> bytes:

@@ -133,8 +133,9 @@ def _run(command: Sequence[str], ranks: int, seconds: float) -> tuple[bool, str]
         try:
             process = subprocess.Popen(
                 command,
-                # Not where a source folder may hide the package.
-                cwd=tempfile.gettempdir(),
+                # `python -m` imports from there: not where a source folder hides the package, nor
+                # where other users may put files.
+                cwd="/",
                 env=environment_of_a_job(os.environ)
                 | {settings.TRIAL_SECONDS.name: f"{seconds:g}"},
                 stdin=subprocess.DEVNULL,

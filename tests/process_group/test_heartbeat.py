@@ -227,18 +227,21 @@ def refuse(*args: object) -> socket.socket:
 @pytest.mark.once
 def test_strangers_are_turned_away() -> None:
     from mpiddp.process_group.ring_connections import _accept
+    from mpiddp.system.entrance import Entrance, Proof
     from mpiddp.system.listening import listen
 
-    with listen("127.0.0.1") as listener, contextlib.ExitStack() as connections:
-        for secret in (b"", b"x", b"y" * 16, b"z" * 16):
-            stranger = socket.create_connection(listener.getsockname())
-            connections.enter_context(stranger)
-            stranger.sendall(secret)
-        connection = _accept(listener, b"z" * 16, time.monotonic() + 10)
-        connections.enter_context(connection)
-        assert connection.getpeername() == stranger.getsockname()
+    with contextlib.ExitStack() as opened:
+        entrance = opened.enter_context(contextlib.closing(Entrance(listen("127.0.0.1"), b"z")))
+        for said in (b"", b"x", b"y" * 100):
+            stranger = socket.create_connection(("127.0.0.1", entrance.port))
+            opened.enter_context(stranger).sendall(said)
+        other = opened.enter_context(socket.create_connection(("127.0.0.1", entrance.port)))
+        # The other end comes in while this one waits to be let in there.
+        connection = _accept(entrance, time.monotonic() + 10, Proof(other, b"z"))
+        opened.enter_context(connection)
+        assert connection.getpeername() == other.getsockname()
         with pytest.raises(TimeoutError):
-            _accept(listener, b"z" * 16, time.monotonic() + 0.1)
+            _accept(entrance, time.monotonic() + 0.1, None)
 
 
 @pytest.mark.once

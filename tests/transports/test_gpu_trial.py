@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -191,3 +192,19 @@ def test_beside_a_running_job(
     ranks, said = MPI.COMM_WORLD.bcast(outcome)
     assert ranks == (0 if problem else RANKS), said
     assert re.search(problem, said), said
+
+
+@pytest.mark.once
+def test_runs_nothing_that_others_have_put_into_shared_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As /tmp, in which every user may put a torch.py."""
+    evidence = tmp_path / "evidence"
+    for name in ("torch", "mpi4py", "mpiddp", "sitecustomize"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(evidence)!r}, 'a').write({name!r})\n")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    ranks, problem = trial("device", CPU, seconds=60, launchers=[])
+    assert not evidence.exists(), evidence.read_text()
+    assert (ranks, "No module" in problem) == (1, False), problem
