@@ -9,6 +9,7 @@ import pytest
 from script_runs import SCRIPTS
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.essential(keep=1)
 @pytest.mark.timeout(300)
 @pytest.mark.once

@@ -229,6 +229,7 @@ def run_as_nobody(tmp_path: Path, code: str) -> None:
     subprocess.run(command, check=True, env=lone, cwd="/")
 
 
+@pytest.mark.thorough
 def test_old_ones_that_cannot_be_removed(tmp_path):
     """The save is whole all the same; what is left is tried again, and told."""
     if RANK:
@@ -254,6 +255,7 @@ def test_old_ones_that_cannot_be_removed(tmp_path):
     run_as_nobody(tmp_path, code)
 
 
+@pytest.mark.thorough
 def test_snapshots_of_a_user_without_a_name(tmp_path):
     if RANK:
         return

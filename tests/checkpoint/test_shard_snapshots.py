@@ -276,6 +276,7 @@ def test_as_often_as_the_share_allows(node):
         assert count * 0.1 < 0.02 * elapsed + 2 * 0.1
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("at", ["the shards", "the copy", "the end"])
 def test_no_memory_on_one_node(node, monkeypatch, at):
     """All ranks are told, the snapshot before stays on all nodes, and the next one is made."""

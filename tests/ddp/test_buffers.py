@@ -58,6 +58,7 @@ class Recorder(nn.Module):
         return (self.weight * x).sum()
 
 
+@pytest.mark.thorough
 @pytest.mark.mpi(min_size=2)
 def test_messages_leave_no_memory_behind():
     def alive() -> int:

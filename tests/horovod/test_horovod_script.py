@@ -6,6 +6,7 @@ from script_runs import SCRIPTS, by_rank, launch
 pytestmark = pytest.mark.timeout(180)
 
 
+@pytest.mark.thorough
 @pytest.mark.essential
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_same_losses_as_on_one_rank(ranks: int) -> None:

@@ -255,6 +255,7 @@ def test_the_doctor_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "silent for 60 s (MPIDDP_H" in found.text
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(100)
 def test_ends_the_job(tmp_path: Path) -> None:
     """Though a process that the dead rank has forked lives on."""

@@ -62,6 +62,7 @@ def run(folder: Path, source: str, ranks: int, **env: str) -> str:
     return done.stderr
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_stopped_and_one_that_holds_the_gil(tmp_path: Path) -> None:
     """Both in the stall's line, and in the error at the end."""
     said = run(

@@ -49,6 +49,7 @@ def held_out_bits(stdout: str) -> tuple[float, float]:
     return float(bits[1]), float(bits[2])
 
 
+@pytest.mark.thorough
 @pytest.mark.essential
 @pytest.mark.once
 @pytest.mark.timeout(120)

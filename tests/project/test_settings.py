@@ -217,6 +217,7 @@ VERSIONS = {
 }
 
 
+@pytest.mark.thorough
 def test_versions_that_differ(tmp_path: Path) -> None:
     """One rank finds other libraries, as where a node has another environment."""
     status, out, _ = run(

@@ -146,7 +146,7 @@ def test_address_space_too_small(tmp_path: Path) -> None:
 
 
 @pytest.mark.essential(keep=1)
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 @pytest.mark.parametrize("transport", ["shared", "mpi"], ids=["shared", "messages"])
 def test_old_buckets_go_before_new_ones_come(tmp_path: Path, transport: str, views: bool) -> None:

@@ -217,7 +217,7 @@ HOOKS = {
 }
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "hook",
     ["rich", *(pytest.param(name, marks=pytest.mark.once) for name in HOOKS if name != "rich")],

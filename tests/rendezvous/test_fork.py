@@ -277,6 +277,7 @@ def test_children_end_with_their_status(tmp_path: Path, imports: str, module: st
     assert said.count("a reason") == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.essential
 def test_children_of_multiprocessing_and_data_loaders(tmp_path: Path) -> None:
     run(

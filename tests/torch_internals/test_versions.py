@@ -29,6 +29,7 @@ def run(folder: Path, version: str) -> "subprocess.CompletedProcess[str]":
     return mpirun.run(2, [script], timeout=80)
 
 
+@pytest.mark.thorough
 def test_a_newer_torch_is_told_once_with_both_versions(tmp_path: Path) -> None:
     done = run(tmp_path, "99.1.0+cpu")
     assert done.returncode == 0
