@@ -20,6 +20,7 @@ from mpiddp.engine import forks
 from mpiddp.flight_recorder import ring, sources
 from mpiddp.flight_recorder.torch_format import as_dict, size_wanted
 from mpiddp.mpi.abort import call_before_abort
+from mpiddp.private_folder import private_folder
 
 __all__ = [
     "begin", "dump", "dump_for", "dump_soon", "job_name", "rank", "say", "size_wanted", "where",
@@ -125,8 +126,7 @@ def dump_for(reason: str) -> str:
     """Dump, and return a sentence that says where; "" if that was not possible. Not collective."""
     if not size_wanted():
         return ""
-    elsewhere = Path(tempfile.gettempdir(), "mpiddp-flight-recorder", _job, f"rank_{_rank}")
-    for target in (_default_path, lambda: elsewhere):
+    for target in (_default_path, _path_on_this_node):
         # Where the home folder is missing, full or read-only, this node's own disk may do. Not
         # durable: a busy disk takes seconds for that, in which this rank would answer nobody.
         with contextlib.suppress(OSError, RuntimeError):
@@ -172,6 +172,12 @@ def _default_path() -> Path:
         return Path(f"{prefix}{_rank}")
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache, "mpiddp", "flight_recorder", _job, f"rank_{_rank}")
+
+
+def _path_on_this_node() -> Path:
+    user = os.geteuid()
+    folder = private_folder(Path(tempfile.gettempdir(), f"mpiddp-flight-recorder-{user}"))
+    return folder / _job / f"rank_{_rank}"
 
 
 def _dump_before_abort() -> None:

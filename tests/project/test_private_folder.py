@@ -1,0 +1,89 @@
+"""In a place where all users may write, nobody else's folder is used, and nobody's code is run."""
+
+import os
+import pickle
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mpiddp.flight_recorder import analysis, files
+from mpiddp.private_folder import private_folder
+
+NOBODY = 65534
+
+two_users = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """Return a folder with the modes of /tmp, which another user can reach."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        parent.chmod(parent.stat().st_mode | 0o011)
+    return folder
+
+
+def make_as_nobody(folder: Path) -> None:
+    """Make a folder as another user, open to all."""
+    command = ["/bin/sh", "-c", 'mkdir "$1" && chmod 777 "$1"', "sh", str(folder)]
+    subprocess.run(command, check=True, user=NOBODY, group=NOBODY, extra_groups=[], cwd="/")
+
+
+def test_made_and_taken(shared: Path) -> None:
+    for _ in range(2):
+        folder = private_folder(shared / "mine")
+        assert folder.stat().st_mode & 0o777 == 0o700
+        folder.chmod(0o777)
+
+
+def test_a_link(shared: Path) -> None:
+    (shared / "elsewhere").mkdir()
+    (shared / "mine").symlink_to(shared / "elsewhere")
+    with pytest.raises(PermissionError, match="no folder that this user can use"):
+        private_folder(shared / "mine")
+    (shared / "file").touch()
+    with pytest.raises(PermissionError, match="no folder that this user can use"):
+        private_folder(shared / "file")
+
+
+@two_users
+def test_another_user_was_there_first(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flight recorder writes nothing there."""
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "/proc/there/rank_")
+    monkeypatch.setattr(files.tempfile, "tempdir", str(shared))
+    assert f"is in {shared}/" in files.dump_for("a reason")
+    (made,) = shared.iterdir()
+    made.rename(shared / "mine")
+    make_as_nobody(made)
+    with pytest.raises(PermissionError, match=f"belongs to user {NOBODY}, so it is not used"):
+        private_folder(made)
+    assert files.dump_for("a reason") == ""
+    assert list(made.iterdir()) == []
+
+
+class Evil:
+    """Runs code when it is read."""
+
+    def __init__(self, evidence: Path) -> None:
+        self.evidence = evidence
+
+    def __reduce__(self) -> tuple[object, tuple[str, ...]]:
+        return os.mkdir, (str(self.evidence),)
+
+
+@pytest.mark.parametrize("where", ["all", "in a record"])
+def test_a_file_of_the_flight_recorder_runs_no_code(tmp_path: Path, where: str) -> None:
+    evidence, folder = tmp_path / "evidence", tmp_path / "job"
+    folder.mkdir()
+    content = {"version": "2.5", "pg_config": {}, "entries": []}
+    (folder / "rank_0").write_bytes(pickle.dumps(content))
+    assert [each.rank for each in analysis.read(folder)] == [0]
+    evil = Evil(evidence)
+    what = evil if where == "all" else {**content, "entries": [evil]}
+    (folder / "rank_0").write_bytes(pickle.dumps(what))
+    with pytest.raises(ValueError, match="no file of a flight recorder"):
+        analysis.read(folder)
+    assert not evidence.exists()
