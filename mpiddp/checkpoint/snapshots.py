@@ -86,7 +86,7 @@ class Snapshots:
         name: str | None = None,
         *,
         share: float = 0.035,
-        folder: str | os.PathLike[str] = "/dev/shm",
+        folder: str | os.PathLike[str] = "/dev/shm",  # noqa: S108  # a folder of the user's own in it
     ) -> None:
         name = os.environ.get("SLURM_JOB_ID") if name is None else name
         if not name:

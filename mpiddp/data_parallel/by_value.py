@@ -255,7 +255,8 @@ def _make_function(code: bytes, name: str, key: int | str, cells: int) -> types.
     else:
         namespace = _namespaces.setdefault(key, {"__name__": name})
     closure = tuple(types.CellType() for _ in range(cells))
-    return types.FunctionType(marshal.loads(code), namespace, name, None, closure)
+    made = marshal.loads(code)  # noqa: S302  # of a rank of this job
+    return types.FunctionType(made, namespace, name, None, closure)
 
 
 def _fill_function(function: types.FunctionType, state: dict[str, Any]) -> None:

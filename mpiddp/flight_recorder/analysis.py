@@ -63,7 +63,7 @@ def read(folder: Path, prefix: str | None = None) -> list[Dump]:
         with path.open("rb") as file:
             try:
                 content = _Plain(file).load()
-            except Exception:  # of whatever bytes these are
+            except Exception:  # noqa: S112  # of whatever bytes these are
                 continue
         if isinstance(content, dict) and {"entries", "pg_config", "version"} <= content.keys():
             found.setdefault(start, []).append(Dump(int(name[len(start) :]), content))

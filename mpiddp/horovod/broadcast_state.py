@@ -214,7 +214,7 @@ def _broadcast_object(value: Any, root: int, group: ProcessGroup) -> Any:
         raise RuntimeError(
             f"rank {group.rank()}: the state of the root's optimizer cannot be pickled: {content}"
         )
-    return pickle.loads(content)
+    return pickle.loads(content)  # noqa: S301  # of a rank of this job
 
 
 def _broadcast(tensors: Sequence[torch.Tensor], root: int, group: ProcessGroup) -> None:

@@ -141,7 +141,7 @@ class ElasticSampler(Sampler[int]):
         self.rank, self.num_replicas = _place()
         order = list(range(len(self.dataset)))
         if self.shuffle:
-            random.Random(self.seed + self.epoch).shuffle(order)
+            random.Random(self.seed + self.epoch).shuffle(order)  # noqa: S311  # not secret
         left = [index for index in order if index not in self.processed_indices]
         self.remaining_indices = left[self.processed_num :]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)

@@ -139,7 +139,7 @@ def show(error: BaseException, rank: int) -> None:
             if sys.stderr is not None:
                 sys.stderr.flush()
                 return
-        except Exception:  # torch's hook, too, raises where it cannot print
+        except Exception:  # noqa: S110  # torch's hook, too, raises where it cannot print
             pass
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     # As torch.distributed shows it once it is initialised.

@@ -464,7 +464,8 @@ class ProcessGroup(CallHooks):
         self.all_gather_single(sizes, torch.tensor([data.numel()]), at_once)
         pieces = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
         self.allgather([pieces], [data], at_once)
-        return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]
+        # Of ranks of this job.
+        return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]  # noqa: S301
 
     def broadcast_state(self, tensors: list[torch.Tensor]) -> bool:
         """Make `tensors` equal to rank 0's in shared memory; return whether that was possible.

@@ -73,7 +73,7 @@ class Program:
             module = _new_main(None, loader)
             module.__file__ = path
         sys.modules["__main__"] = module
-        exec(code, module.__dict__)
+        exec(code, module.__dict__)  # noqa: S102  # the user's program
 
     def _set_path(self, first: str) -> None:
         # Under `python -P` (Python 3.11) nobody put the working directory there.

@@ -203,7 +203,8 @@ class StartedRanks:
         value, failure, error = self._call(function, place.index, arguments)
         del arguments
         failure = self._meet(failure, error)
-        values = () if failure else tuple(pickle.loads(one) for one in group.allgather(value))
+        given = () if failure else group.allgather(value)
+        values = tuple(pickle.loads(one) for one in given)  # noqa: S301  # of ranks of this job
         node.Free()
         if dist.group.WORLD is not before:
             if failure is None:
@@ -328,7 +329,7 @@ def _arguments_of_lowest(node: MPI.Comm, arguments: Sequence[Any]) -> Sequence[A
     data, values = node.bcast((file.getvalue(), values) if lowest else None)
     tensors = own
     if not lowest:
-        received = pickle.loads(values)
+        received = pickle.loads(values)  # noqa: S301  # of a rank of this job
         tensors = own if _alike(own, received) else received
         if tensors is own:
             with torch.no_grad():
