@@ -17,7 +17,7 @@ from mpiddp.mpi import start_and_end, uncaught
 from mpiddp.mpi.compatibility import check_loaded_library
 from mpiddp.mpi.library import linked_version
 from mpiddp.mpi.running_library import identify, mapped_libraries
-from mpiddp.rendezvous import joining
+from mpiddp.rendezvous import joining, worlds_apart
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -42,6 +42,8 @@ def checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     if not begun:
         _refuse_children_of_ranks()
         _refuse_mpirun_of_open_mpi()
+    if comm is None and not joining.is_joining():
+        worlds_apart.refuse_launchers()
     with contextlib.nullcontext() if begun else _watched_init():
         from mpi4py import MPI
 
@@ -58,7 +60,7 @@ def checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     if comm is None:
         if joining.is_joining() and joining.folder_to_join() is None:
             return joining.communicator()
-        _refuse_separate_worlds(MPI.COMM_WORLD.Get_size())
+        worlds_apart.refuse_separate_worlds(MPI.COMM_WORLD.Get_size())
         return MPI.COMM_WORLD
     if not isinstance(comm, MPI.Comm):
         raise TypeError(f"comm must be an mpi4py communicator, not {type(comm).__name__}")
@@ -99,15 +101,8 @@ def _refuse_mpirun_of_open_mpi() -> None:
     if launchers.is_open_mpi() and not ours:
         raise RuntimeError(
             f"this process was started by the mpirun of Open MPI, and mpi4py runs on {library}, "
-            f"which cannot start there. {_launchers_that_fit()}"
+            f"which cannot start there. {worlds_apart.launchers_that_fit()}"
         )
-
-
-def _launchers_that_fit() -> str:
-    return (
-        f"Use the mpirun of that MPI (with the PyPI wheels: the one beside {sys.executable}), or "
-        f"srun with its plugin (Open MPI 5: srun --mpi=pmix; MPICH: srun --mpi=pmi2)."
-    )
 
 
 def _watched_init() -> AbstractContextManager[None]:
@@ -162,22 +157,3 @@ def _check_thread_level() -> None:
             f"MPI_THREAD_MULTIPLE, set {settings.PROGRESS_THREAD.name}=0: MPI_THREAD_SERIALIZED is "
             f"enough then."
         )
-
-
-def _refuse_separate_worlds(world_size: int) -> None:
-    """Raise if a launcher started several ranks that do not see each other."""
-    launched = [name for name in launchers.SIZES if name in os.environ]
-    told = launched or [name for name in launchers.SCHEDULER_SIZES if name in os.environ]
-    name = told[0] if told else ""
-    value = os.environ.get(name, "1")
-    if world_size > 1 or not value.isdigit() or int(value) <= 1:
-        return
-    from mpi4py import MPI
-
-    vendor, version = MPI.get_vendor()
-    raise RuntimeError(
-        f"this process is rank 0 of 1, although {name}={value}: each process would train a "
-        f"model of its own. The launcher and the MPI library do not fit: mpi4py runs on "
-        f"{vendor} {'.'.join(map(str, version))}. {_launchers_that_fit()} If a world of one is "
-        f"what you want, say so: init_process_group(comm=MPI.COMM_SELF)."
-    )

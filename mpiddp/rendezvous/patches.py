@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import os
 import sys
 import warnings
 import weakref
@@ -23,13 +22,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl, urlparse
 
 import torch
 import torch.distributed as dist
 
 from mpiddp.mpi import nodes, uncaught
-from mpiddp.rendezvous import asynchronous_saves, world
+from mpiddp.rendezvous import asynchronous_saves, world, worlds_apart
 from mpiddp.torch_internals.patching import replace_function
 from mpiddp.torch_internals.versions import new_group_in_order
 
@@ -80,7 +78,7 @@ def _completing(torchs: Callable[..., Any]) -> Callable[..., Any]:
             return
 
         def start(communicator: MPI.Intracomm, topology: nodes.Topology) -> None:
-            _refuse_contradictions(communicator, topology, given)
+            worlds_apart.refuse_contradictions(communicator, topology, given)
             torchs(**_completed(communicator, topology, given))
             _bind_device(given.get("device_id"))
 
@@ -98,12 +96,12 @@ def _completed(
     """Return the arguments, completed from MPI. Collective over `communicator`."""
     arguments = dict(given)
     # What a URL says agrees with MPI; torch refuses to be told twice.
-    in_url = () if _asks_environment(given) else _in_url(given)
+    in_url = () if worlds_apart.asks_environment(given) else worlds_apart.in_url(given)
     if "rank" not in in_url:
         arguments["rank"] = topology.rank
     if "world_size" not in in_url:
         arguments["world_size"] = topology.world_size
-    if _asks_environment(given):
+    if worlds_apart.asks_environment(given):
         arguments["init_method"] = None
         timeout = given.get("timeout")
         if not isinstance(timeout, timedelta):
@@ -120,59 +118,6 @@ def _bind_device(device: torch.device | int | None) -> None:
             device = torch.device(accelerator.type, device)
         world: Any = dist.group.WORLD
         world.bound_device_id = device
-
-
-def _refuse_contradictions(
-    communicator: MPI.Intracomm, topology: nodes.Topology, given: Mapping[str, Any]
-) -> None:
-    """Raise on all ranks if one was given a rank or world size that MPI contradicts.
-
-    Collective over `communicator`: an error on one rank alone would hang the others.
-
-    Raises:
-        ValueError: it names what was given and what MPI says.
-    """
-    problem = _contradiction(topology, given)
-    told = [
-        f"rank {rank}: {text}" for rank, text in enumerate(communicator.allgather(problem)) if text
-    ]
-    if told:
-        raise ValueError(problem or told[0])
-
-
-def _contradiction(topology: nodes.Topology, given: Mapping[str, Any]) -> str:
-    by_mpi = {"rank": topology.rank, "world_size": topology.world_size}
-    in_url = _in_url(given)
-    for name, right in by_mpi.items():
-        told = [(f"{name}={given[name]}", given[name])] if given.get(name, -1) != -1 else []
-        if name in in_url:
-            told.append((f"{name}={in_url[name]} in init_method", in_url[name]))
-        variable = name.upper()
-        if _asks_environment(given) and variable in os.environ:
-            told.append(
-                (f"{variable}={os.environ[variable]} in the environment", os.environ[variable])
-            )
-        for what, value in told:
-            if str(value) != str(right):
-                return (
-                    f"{what}, but MPI says that this process is rank {topology.rank} of "
-                    f"{topology.world_size}. Start with mpirun or srun (torchrun starts no MPI), "
-                    f"and leave rank and world_size to MPI"
-                )
-    return ""
-
-
-def _asks_environment(given: Mapping[str, Any]) -> bool:
-    """Return whether torch would take ranks and address from the environment."""
-    method = given.get("init_method")
-    if given.get("store") is not None:
-        return False
-    return method is None or urlparse(str(method)).scheme == "env"
-
-
-def _in_url(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return what an init_method such as "tcp://host:29500?rank=0" says."""
-    return dict(parse_qsl(urlparse(str(given.get("init_method") or "")).query))
 
 
 def _splitting(torchs: Callable[..., Any]) -> Callable[..., Any]:

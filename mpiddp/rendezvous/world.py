@@ -26,7 +26,7 @@ from mpiddp.mpi import communicators, losses, uncaught
 from mpiddp.mpi.nodes import Topology, find_topology
 from mpiddp.process_group.forming_group import FormingGroup, NamedWait
 from mpiddp.process_group.futures import FutureCompleter
-from mpiddp.rendezvous import joining, launch_checks
+from mpiddp.rendezvous import joining, launch_checks, worlds_apart
 from mpiddp.rendezvous.companion import Companion
 from mpiddp.rendezvous.failing import end_unless_all_fail
 from mpiddp.rendezvous.mpi_world import (
@@ -98,11 +98,10 @@ def init_process_group(
     Raises:
         ImportError: mpi4py runs on another MPI than mpiddp was compiled against.
         TypeError: an argument is of the wrong type.
-        ValueError: `comm` is null or an intercommunicator, or `timeout` is not positive; or an
-            environment variable of mpiddp is wrong on some rank.
-        RuntimeError: it was called before; the MPI gives less than THREAD_MULTIPLE; every process
-            is a world of one although the launcher started several; or the ranks differ in a
-            setting or a version that must be the same.
+        ValueError: `comm` is null or an intercommunicator, or `timeout` is not positive; or on some
+            rank a variable of mpiddp is wrong, or, without `comm`, RANK or WORLD_SIZE.
+        RuntimeError: it was called before; the MPI gives less than THREAD_MULTIPLE; processes would
+            be worlds apart; or the ranks differ in a setting or a version.
     """
     uncaught.watch_if_initialised()
     if not isinstance(timeout, timedelta):
@@ -115,6 +114,8 @@ def init_process_group(
         )
 
     def start(communicator: MPI.Intracomm, topology: Topology) -> None:
+        if comm is None and not joining.is_joining():
+            worlds_apart.refuse_contradictions(communicator, topology, {})
         dist.init_process_group(
             BACKEND,
             store=shared_store(communicator, topology, timeout),

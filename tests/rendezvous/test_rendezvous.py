@@ -184,14 +184,14 @@ def test_topology_variables_and_communicators(tmp_path: Path, ranks: int) -> Non
                 raise AssertionError(f"{call} after destroy_process_group")
 
         # Again, with variables that the user has set: they stay.
-        os.environ.update(LOCAL_RANK="77", WORLD_SIZE="88")
+        os.environ.update(LOCAL_RANK="77", GROUP_RANK="88")
         mpiddp.init_process_group()
-        assert (os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]) == ("77", "88")
+        assert (os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"]) == ("77", "88")
         assert os.environ["RANK"] == str(rank)
         assert dist.get_world_size() == size
         mpiddp.destroy_process_group()
-        assert variables() == {"LOCAL_RANK": "77", "WORLD_SIZE": "88"}
-        del os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]
+        assert variables() == {"LOCAL_RANK": "77", "GROUP_RANK": "88"}
+        del os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"]
 
         # A world for each rank.
         mpiddp.init_process_group(MPI.COMM_SELF)
@@ -415,7 +415,7 @@ class TestWrongLauncher:
 
             for name in (
                 "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_NTASKS",
-                "SLURM_STEP_NUM_TASKS",
+                "SLURM_STEP_NUM_TASKS", "SUBMITIT_LOCAL_NTASKS",
             ):
                 assert not begins(**{name: "2"}), name
                 assert begins(**{name: "1"}), name
