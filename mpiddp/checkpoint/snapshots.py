@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from mpiddp.checkpoint import folders
+from mpiddp.checkpoint import claims, folders
 from mpiddp.checkpoint.loading import Checkpoint
 from mpiddp.checkpoint.ranks import Ranks, raise_together
 from mpiddp.checkpoint.saving import write
@@ -72,7 +72,8 @@ class Snapshots:
 
     Args:
         name: of the training: a job finds the snapshots of an earlier one of the same name on the
-            same nodes. Default: the number of the SLURM job, which stays when it is requeued.
+            same nodes. Default: the number of the SLURM job, which stays when it is requeued, with
+            the script and its arguments.
         share: of the time that snapshots may take, copying and writing together; the default is
             3.5 %. The next one is made when the last one's time is this share of what has passed.
         folder: where; default: /dev/shm.
@@ -88,7 +89,8 @@ class Snapshots:
         share: float = 0.035,
         folder: str | os.PathLike[str] = "/dev/shm",  # noqa: S108  # a folder of the user's own in it
     ) -> None:
-        name = os.environ.get("SLURM_JOB_ID") if name is None else name
+        self._named = name is not None
+        name = claims.name_in_slurm() if name is None else name
         if not name:
             raise ValueError("give the training a name: it is not a job of SLURM")
         if not 0 < share <= 1:
@@ -103,6 +105,9 @@ class Snapshots:
         self._began = self._next = 0.0
         self._sharded: bool | None = None  # not known
         self._shards: ShardRhythm | None = None
+        # Whether no other process may keep snapshots here meanwhile. With mpiddp.elastic another
+        # rank may take over.
+        self.alone = True
 
     @property
     def root(self) -> Path:
@@ -131,11 +136,13 @@ class Snapshots:
 
         Raises:
             OSError: the last snapshot could not be written, such as for want of memory.
-            RuntimeError: that is so on another rank, where the state is sharded.
+            RuntimeError: that is so on another rank, where the state is sharded; or another
+                training keeps its snapshots here.
             TypeError: `step` is no int.
         """
         step = folders.as_step(step)
         if self._sharded is None:
+            self._claim(make=True)
             self._sharded = is_sharded(state())
             if self._sharded:
                 from mpiddp.checkpoint.shard_rhythm import ShardRhythm
@@ -206,10 +213,17 @@ class Snapshots:
             what was found, its path on the node that had it; None if there is none.
 
         Raises:
+            RuntimeError: on some node they are another training's, which has the same name.
             TypeError: the snapshot is sharded, and `into` was not given.
             pickle.UnpicklingError: it holds objects that ``weights_only=True`` does not allow.
         """
         ranks = Ranks(group)
+        error = None
+        try:
+            self._claim()
+        except RuntimeError as stranger:
+            error = stranger
+        raise_together(ranks, error, "load a snapshot")
         mine = self._newest() if self._writes else None
         sharded = any(entry.sharded for entry in folders.entries_of_user(self._root))
         told = ranks.gather((mine, sharded))
@@ -228,6 +242,14 @@ class Snapshots:
         step, owner, path = max(known)
         file = None if mine is None else mine.path / folders.STATE
         return Checkpoint(ranks.read_on(-owner, file, weights_only), step, path)
+
+    def _claim(self, make: bool = False) -> None:
+        """Make sure that what is there is this training's. Not collective."""
+        if self.alone and self._writes:
+            if make:
+                with contextlib.suppress(OSError):  # who writes says what is wrong
+                    self._root.mkdir(parents=True, exist_ok=True)
+            claims.claim(self._root, self._named)
 
     def _load_shards(
         self,
@@ -295,6 +317,7 @@ class Snapshots:
         finally:
             self._thread.shutdown()
             _open.discard(self)
+            claims.release(self._root)
         self._end()
 
     def __enter__(self) -> Snapshots:

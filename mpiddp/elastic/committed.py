@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
-import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
+from mpiddp.checkpoint.claims import name_in_slurm
 from mpiddp.checkpoint.loading import load
 from mpiddp.checkpoint.ranks import Ranks
 from mpiddp.checkpoint.saving import save
@@ -72,8 +70,10 @@ class Committed:
         """Take the arguments of `State`; see there. Not collective."""
         self._check_names(parts)
         self._checkpoints, self._every = checkpoints, every
-        self._name = name or _name_in_slurm()
+        self._name = name or name_in_slurm()
         self._snapshots = Snapshots(self._name) if self._name else None
+        if self._snapshots is not None:
+            self._snapshots.alone = False
         self._keepers = {name: Keeper() for name in parts}
         for part_name, part in parts.items():
             setattr(self, part_name, part)
@@ -260,14 +260,3 @@ class Committed:
             keeper.keep(getattr(self, name))
         self._random = random_states.current()
         self._whole = True
-
-
-def _name_in_slurm() -> str | None:
-    """Return a name that this program has again when its job is requeued, None elsewhere."""
-    job = os.environ.get("SLURM_JOB_ID")
-    if not job:
-        return None
-    # No number of a step: mpirun's ranks have that of their launcher, or none.
-    script = os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else ""
-    told = hashlib.sha256("\0".join([script, *sys.argv[1:]]).encode()).hexdigest()
-    return f"{job}-{Path(script).stem}-{told[:12]}"

@@ -41,9 +41,10 @@ _abort_is_watched = False
 
 def job_name() -> str:
     """Return a name for this job, as its rank 0 gives it to all. Not collective."""
-    slurm = os.environ.get("SLURM_JOB_ID", "")
+    job = os.environ.get("SLURM_JOB_ID", "")
+    of_slurm = f"slurm-{job}-" if job else ""  # which may have several steps, begun at once
     begun = time.strftime("%Y%m%d-%H%M%S")
-    return f"{begun}-{f'slurm-{slurm}' if slurm else f'{socket.gethostname()}-{os.getpid()}'}"
+    return f"{begun}-{of_slurm}{socket.gethostname()}-{os.getpid()}"
 
 
 def begin(job: str, rank: int) -> None:

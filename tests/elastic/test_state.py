@@ -427,7 +427,7 @@ def test_sharded_parts_are_refused():
 def test_what_all_ranks_have_processed_is_in_snapshots(monkeypatch, training):
     from mpiddp.horovod.elastic import ElasticSampler, TorchState
 
-    monkeypatch.setattr("mpiddp.elastic.committed._name_in_slurm", lambda: training)
+    monkeypatch.setattr("mpiddp.elastic.committed.name_in_slurm", lambda: training)
 
     def job():
         return TorchState(sampler=ElasticSampler(range(100), shuffle=False), step=0)
