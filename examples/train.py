@@ -150,7 +150,19 @@ def main() -> None:
                  "scheduler": scheduler.state_dict(), "loss": total_loss}  # fmt: skip
         checkpoint.save(state, args.checkpoint, step=step)
 
+    def end_early(step: int, is_saved: bool = False) -> None:
+        """Save, and let SLURM start the job again, as somebody has asked it to end. Collective."""
+        if args.checkpoint and not is_saved:
+            save(step)
+        if rank == 0:
+            saved = "saved" if args.checkpoint else "nothing saved"
+            print(f"asked to end: {saved} after step {step}", flush=True)
+        if args.requeue:
+            preemption.requeue()
+        mpiddp.destroy_process_group()
+
     last_epoch = min(args.epochs, args.stop_after_epoch or args.epochs)
+    asked_to_end = False
     start = time.perf_counter()
     for epoch in range(first_epoch, last_epoch):
         sampler.set_epoch(epoch)  # MPI: another order each epoch, the same on all ranks
@@ -175,17 +187,15 @@ def main() -> None:
             total_loss += loss.detach()
             bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
             # MPI: all ranks get the same answer, in the same step.
-            if preemption.requested():
-                bar.close()
-                if args.checkpoint:
-                    save(step + 1)
-                if rank == 0:
-                    print(f"asked to end: saved after step {step + 1}", flush=True)
-                if args.requeue:
-                    preemption.requeue()
-                mpiddp.destroy_process_group()
-                return
+            asked_to_end = preemption.requested()
+            if asked_to_end:
+                break
         bar.close()
+        # What is saved is whole: after the last batch of an epoch, with the scheduler's step and
+        # with what follows.
+        if asked_to_end and batch + 1 < len(loader):
+            end_early(step + 1)
+            return
         scheduler.step()
 
         synchronise_buffers(model)
@@ -198,6 +208,9 @@ def main() -> None:
         total_loss.zero_()
         if args.checkpoint:
             save((epoch + 1) * len(loader))
+        if asked_to_end and epoch + 1 < last_epoch:
+            end_early((epoch + 1) * len(loader), is_saved=True)
+            return
 
     accuracy = evaluate(model, test)
     digest = check_replicas(model)

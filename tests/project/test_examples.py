@@ -109,6 +109,20 @@ def test_train_ends_when_asked_and_resumes_with_the_same_bits(tmp_path: Path) ->
     assert same_bits[2] == uninterrupted
 
 
+@pytest.mark.timeout(240)
+def test_train_stopped_at_any_batch_says_what_one_left_alone_says(tmp_path: Path) -> None:
+    """Each batch of two epochs, the last ones included: the same losses, rates and bits."""
+    done = mpirun.run(
+        2, [SCRIPTS / "stop_at_each_batch.py", EXAMPLES / "train.py", tmp_path], timeout=150
+    )
+    assert done.returncode == 0, done.stderr
+    told = dict(line.split("|", 1) for line in done.stdout.splitlines())
+    whole = told.pop("whole")
+    assert DIGEST.search(whole.replace("|", "\n")), whole
+    assert len(told) == 6
+    assert told == dict.fromkeys(told, whole)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("n", [1, 16])
