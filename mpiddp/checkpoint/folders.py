@@ -22,6 +22,8 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpiddp.private_folder import private_folder
+
 __all__ = [
     "STATE",
     "Entry",
@@ -30,6 +32,8 @@ __all__ = [
     "entries",
     "entries_of_user",
     "finish",
+    "is_users",
+    "make_private",
     "prune",
     "sha256",
     "sync",
@@ -80,10 +84,26 @@ def entries_of_user(root: Path) -> list[Entry]:
 
     Not collective. For where others may write, and what they have written is not to be unpickled.
     """
+    return entries(root) if is_users(root) else []
+
+
+def is_users(root: Path) -> bool:
+    """Return whether there is such a folder, or link, and it is this user's. Not collective."""
     try:
-        return entries(root) if root.lstat().st_uid == os.getuid() else []
+        return root.lstat().st_uid == os.geteuid()
     except FileNotFoundError:
-        return []
+        return False
+
+
+def make_private(root: Path) -> None:
+    """Make a folder that only this user can read and write. Not collective.
+
+    Raises:
+        PermissionError: another user has made it.
+        OSError: it cannot be made.
+    """
+    root.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(root)
 
 
 def as_step(step: object) -> int:

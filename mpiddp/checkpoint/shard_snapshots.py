@@ -225,7 +225,7 @@ def read_shards(
 
     def prepare() -> None:
         if memories.first:
-            root.mkdir(parents=True, exist_ok=True)
+            folders.make_private(root)
             for left in root.glob(f"{_READING}*"):  # by a job that was killed
                 shutil.rmtree(left, ignore_errors=True)
 

@@ -76,7 +76,8 @@ class Snapshots:
             the script and its arguments.
         share: of the time that snapshots may take, copying and writing together; the default is
             3.5 %. The next one is made when the last one's time is this share of what has passed.
-        folder: where; default: /dev/shm.
+        folder: where; default: /dev/shm. They lie in a folder in it that only this user can read;
+            where another user has made that first, no snapshots are kept, and a warning says so.
 
     Raises:
         ValueError: there is no name, and no SLURM job; or `share` is not between 0 and 1.
@@ -105,6 +106,8 @@ class Snapshots:
         self._began = self._next = 0.0
         self._sharded: bool | None = None  # not known
         self._shards: ShardRhythm | None = None
+        # Whether the folder is not this user's.
+        self._refused = False
         # Whether no other process may keep snapshots here meanwhile. With mpiddp.elastic another
         # rank may take over.
         self.alone = True
@@ -142,15 +145,18 @@ class Snapshots:
         """
         step = folders.as_step(step)
         if self._sharded is None:
-            self._claim(make=True)
+            self._make_root()
+            self._claim()
             self._sharded = is_sharded(state())
             if self._sharded:
+                self._refused = any(Ranks(None).gather(self._refused))
+            if self._sharded and not self._refused:
                 from mpiddp.checkpoint.shard_rhythm import ShardRhythm
 
                 self._shards = ShardRhythm(self._root, self._share, self._thread)
         if self._shards is not None:
             return self._shards.step(state, step)
-        if not self._writes or self.due_in() > 0:
+        if self._refused or not self._writes or self.due_in() > 0:
             return False
         self._began = time.monotonic()
         copy = self._copier.copied(state())
@@ -243,12 +249,20 @@ class Snapshots:
         file = None if mine is None else mine.path / folders.STATE
         return Checkpoint(ranks.read_on(-owner, file, weights_only), step, path)
 
-    def _claim(self, make: bool = False) -> None:
+    def _make_root(self) -> None:
+        """Make the folder, this user's alone. Not collective."""
+        if self._writes:
+            try:
+                folders.make_private(self._root)
+            except PermissionError as error:
+                self._refused = True
+                warnings.warn(f"no snapshots are kept on this node: {error}", stacklevel=3)
+            except OSError:
+                pass  # who writes says what is wrong
+
+    def _claim(self) -> None:
         """Make sure that what is there is this training's. Not collective."""
-        if self.alone and self._writes:
-            if make:
-                with contextlib.suppress(OSError):  # who writes says what is wrong
-                    self._root.mkdir(parents=True, exist_ok=True)
+        if self.alone and self._writes and not self._refused:
             claims.claim(self._root, self._named)
 
     def _load_shards(
@@ -297,7 +311,7 @@ class Snapshots:
         cleans = self._shards.cleans if self._shards is not None else self._writes
         with contextlib.suppress(OSError, RuntimeError):  # nobody needs the last one
             self.close()
-        if cleans:
+        if cleans and folders.is_users(self._root):
             shutil.rmtree(self._root, ignore_errors=True)
 
     def close(self) -> None:
