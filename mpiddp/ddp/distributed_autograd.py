@@ -153,7 +153,7 @@ class ContextGradients:
         """Put what the parameters' .grad is aside until the end of the pass."""
         if self._before:
             return
-        if hasattr(self._reducer, "narrow_parameters"):
+        if self._reducer.narrow_parameters is not None:
             self._raise("mixed precision is not supported there. Call loss.backward()")
         views = self._reducer.gradient_as_bucket_view
         for parameter in self._reducer.parameters:

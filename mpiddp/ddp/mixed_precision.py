@@ -90,6 +90,8 @@ class NarrowParameters:
     def __init__(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype | None) -> None:
         self._dtype = dtype
         self._ending = False
+        # The node of a backward in which forward runs; None: outside of any.
+        self._forward_in: torch.autograd.graph.Node | None = None
         # Weak: their hooks hold this object.
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         for parameter in parameters:
@@ -100,6 +102,7 @@ class NarrowParameters:
     def narrow(self) -> None:
         """Give all parameters their data in the other dtype."""
         self._ending = False
+        self._forward_in = torch._C._current_autograd_node()
         for parameter in self._alive():
             if not parameter.is_floating_point() or parameter.dtype is self._dtype:
                 continue
@@ -109,6 +112,7 @@ class NarrowParameters:
 
     def widen(self) -> None:
         """Give all parameters their own data back."""
+        self._forward_in = None
         for parameter in self._alive():
             _widen(parameter)
 
@@ -126,8 +130,8 @@ class NarrowParameters:
 
     def _end_of_backward(self) -> None:
         self._ending = False
-        # At the end of a backward within another one, the outer one still needs them.
-        if torch._C._current_autograd_node() is None:
+        # At the end of a backward within this module's own one, that still needs them.
+        if torch._C._current_autograd_node() is self._forward_in:
             self.widen()
 
 

@@ -55,7 +55,7 @@ class TorchReducer(Reducer):
     # Given by the process group: which of its wrapped modules this is, see wrapped_modules.py.
     number: int
     module_name: str
-    narrow_parameters: NarrowParameters  # only in mixed precision on the CPU
+    narrow_parameters: NarrowParameters | None = None  # in mixed precision on the CPU
     kept: KeptParameters | None = None  # None: it has no hooks any more
     _unused_before: Sequence[int] | None = None
     _unused_changed = False
@@ -63,6 +63,8 @@ class TorchReducer(Reducer):
     _learning = False
     # The graph task in which this backward has reached an output of the module; -1: none yet.
     _began_in = -1
+    # The node of the backward in which the last forward has run; None: outside of any.
+    _forward_in: torch.autograd.graph.Node | None = None
     _second_backward: SecondBackward | None = None
     # Called when all means are there.
     after_reduction: Callable[[], None] | None = None
@@ -131,6 +133,7 @@ class TorchReducer(Reducer):
         if self.kept is not None:
             self.kept.check()
         self._began_in = -1
+        self._forward_in = torch._C._current_autograd_node()
         self.profile = None
         if self.process_group.shows_calls and self.python_hook is None:
             from mpiddp.ddp.shown_buckets import ShownBuckets  # which would initialise MPI
@@ -178,10 +181,18 @@ class TorchReducer(Reducer):
         Also where the whole backward, from the module's outputs on, was nested in another one.
         """
         if self.expecting and self.ready < len(self.parameters):
-            nested = torch._C._current_autograd_node() is not None
-            # A pass within the module's own backward comes after the one that began at its outputs.
-            if not nested or self._began_in >= torch._C._current_graph_task_id():
+            node = torch._C._current_autograd_node()
+            nested = node is not None
+            # A pass within the module's own backward comes after the one that began at its outputs,
+            # and is nested in another node than the forward.
+            if (
+                not nested
+                or node is self._forward_in
+                or self._began_in >= torch._C._current_graph_task_id()
+            ):
                 if nested:
+                    if self.narrow_parameters is not None:
+                        self.narrow_parameters.widen()
                     (static_graph.learn if self._learning else unused.contribute)(self)
                 self._learning = False
         super().end_of_backward()
@@ -190,6 +201,7 @@ class TorchReducer(Reducer):
         """Wait for the buckets and write the means, as in `Reducer`. Collective."""
         with unwatched():
             super().finish_backward()
+        self._forward_in = None
         if self.missing and self.kept is not None:  # Horovod's optimizer has several passes
             self._second_backward = SecondBackward(self)
         if self.find_unused_parameters:

@@ -337,12 +337,14 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
         """Call the module. Overrides torch's method of this name."""
         if self._precision_on_cpu is None:
             return super()._run_ddp_forward(*inputs, **kwargs)
-        self.reducer.narrow_parameters.narrow()
+        narrow = self.reducer.narrow_parameters
+        assert narrow is not None
+        narrow.narrow()
         try:
             return super()._run_ddp_forward(*inputs, **kwargs)
         finally:
             if not torch.is_grad_enabled():
-                self.reducer.narrow_parameters.widen()
+                narrow.widen()
 
     def _setup_in_backward_optimizers(self) -> None:
         optimizer_in_backward.set_up(self)

@@ -2,12 +2,14 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from replicas import RANK, assert_gradients_close, assert_replicated, gradients_of, together
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 from mpiddp import DistributedDataParallel as DDP
@@ -35,6 +37,20 @@ class Partly(nn.Module):
             x = checkpoint(self.layers[2], x, use_reentrant=True)
         y: Tensor = self.layers[0](x)
         return y
+
+
+class Box:
+    """An output in which no tensor is found."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class Boxed(Partly):
+    """The same, whose output is found by nobody."""
+
+    def forward(self, x: Tensor) -> Box:  # type: ignore[override]
+        return Box(super().forward(x))
 
 
 Nest = Callable[[Callable[[], None]], None]
@@ -100,6 +116,78 @@ def test_averaged_when_the_inner_backward_ends(options, nest, gloo):
         with together():
             assert_gradients_close(*map(gradients_of, pair))
         assert_replicated(pair[0])
+
+
+@pytest.mark.parametrize("nest", [in_hook_of_leaf, twice_nested])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_averaged_where_no_output_is_found(options, nest, gloo):
+    """Where parameters may be unused torch refuses it: its class is given what it finds."""
+    model = DDP(Boxed(), **options)
+    theirs = TorchDDP(copy.deepcopy(model.module), process_group=gloo, find_unused_parameters=True)
+    theirs.module.__class__ = Partly
+    for step in range(3):
+
+        def inner(step: int = step) -> None:
+            with torch.enable_grad():
+                x = torch.ones(2, 3) * (1 + RANK + step)
+                model(x).tensor.sum().backward()
+                theirs(x).sum().backward()
+
+        model.zero_grad()
+        theirs.zero_grad()
+        nest(inner)
+        with together():
+            assert_gradients_close(gradients_of(model), gradients_of(theirs))
+        assert_replicated(model)
+
+
+@pytest.mark.parametrize("synchronised", [True, False])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_several_inner_passes_of_one_step(options, synchronised, gloo):
+    """Gradient caching replays each part of a batch; only the last one need be averaged."""
+    if not synchronised and "static_graph" in options:
+        pytest.skip("torch's class refuses it")
+    module = Partly()
+    pair = (
+        DDP(copy.deepcopy(module), **options),
+        TorchDDP(copy.deepcopy(module), process_group=gloo, **options),
+    )
+    for step in range(3):
+        for model in pair:
+            model.zero_grad()
+
+            def inner(model: nn.Module = model, step: int = step) -> None:
+                for part in range(3):
+                    alone = not synchronised and part < 2
+                    with torch.enable_grad(), model.no_sync() if alone else nullcontext():
+                        model(torch.ones(2, 3) * (1 + RANK + step + part)).sum().backward()
+
+            in_function(inner)
+        with together():
+            assert_gradients_close(*map(gradients_of, pair))
+        if synchronised:
+            assert_replicated(pair[0])
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_mixed_precision_gives_parameters_back(outside):
+    """Those that have no gradient too: else a state dict would hold them rounded."""
+    config = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    model = DDP(Partly(), find_unused_parameters=True, mixed_precision=config)
+
+    def forward() -> Tensor:
+        loss: Tensor = model(torch.ones(2, 3) * (1 + RANK)).float().sum()
+        return loss
+
+    def inner() -> None:
+        with torch.enable_grad():
+            (loss if outside else forward()).backward()
+
+    loss = forward() if outside else torch.zeros(())
+    in_function(inner)
+    with together():
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert_replicated(model)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
