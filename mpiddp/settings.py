@@ -107,6 +107,12 @@ def _flag(text: str) -> bool:
     return text == "1"
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError
+    return int(text)
+
+
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 < seconds < float("inf"):
@@ -196,13 +202,15 @@ KERNELS: Setting[str | None] = Setting(
 )
 DEBUG = Setting(
     "MPIDDP_DEBUG",
-    "0 or 1",
+    "a number of steps, or 0",
     "0",
-    "Whether parameters that the ranks of a node share are read-only outside of a step and of "
-    "`writing()`: 1 ends a rank that changes them elsewhere, and prints the line.",
-    False,
-    _flag,
-    False,
+    "After how many backward passes all ranks compare the bits of their parameters, again and "
+    "again: 1 is after each, 0 never. It costs reading all parameters. Any number but 0 also makes "
+    "parameters that the ranks of a node share read-only outside of a step and of `writing()`: a "
+    "rank that changes them elsewhere ends, and prints the line.",
+    True,
+    _count,
+    0,
 )
 DUMP_SIGNAL: Setting[int] = Setting(
     "MPIDDP_DUMP_SIGNAL",

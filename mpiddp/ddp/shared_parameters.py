@@ -82,7 +82,7 @@ class SharedParameters(PartialMeans):
         self.parameters: list[torch.Tensor] = list(reducer.parameters)
         self.group = group
         self._timeout = group.timeout.total_seconds()
-        self._debug = settings.DEBUG.read()
+        self._debug = settings.DEBUG.read() > 0
         if self._debug and not faulthandler.is_enabled():
             faulthandler.enable()  # says in which line a page was written that must not be
         self._writing = False
@@ -245,6 +245,10 @@ class SharedParameters(PartialMeans):
         """Whether this rank changes a private copy."""
         return self._writing
 
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """Return the name of a parameter in the module. Not collective."""
+        return self._names.get(id(parameter), f"one of shape {tuple(parameter.shape)}")
+
     def exchange(self, number: float) -> list[float]:
         """Return the number of each rank of the node, by rank. Collective."""
         self._meet("an exchange of numbers", number)
@@ -255,12 +259,13 @@ class SharedParameters(PartialMeans):
         self.group.broadcast([tensor]).wait()
 
     @contextmanager
-    def stepping(self, edits: int = 0, refused: str = "") -> Iterator[None]:
+    def stepping(self, number: int, refused: str, explain: Callable[[], str]) -> Iterator[None]:
         """Let each rank of the node write its part of the parameters. Collective.
 
         Args:
-            edits: says what the user has changed in the optimizer, the same on all ranks.
-            refused: why that cannot be stepped.
+            number: stands for what the step uses, the same on all ranks.
+            refused: why this cannot be stepped.
+            explain: says how the ranks differ, if numbers do; collective over all ranks.
 
         Raises:
             RuntimeError: another rank failed, or did not come within the group's timeout; or the
@@ -277,9 +282,9 @@ class SharedParameters(PartialMeans):
         self.check()
         problem = ""
         try:
-            self._meet("the optimizer's step", self.asks | edits << 2)
+            self._meet("the optimizer's step", self.asks | number << 2)
             told = [int(number) for number in self._meeting.numbers_of_all()]
-            problem = self.agree_on_means(told) or self._compare_edits(told, refused)
+            problem = self.agree_on_means(told) or self._compare(told, refused, explain)
             if problem:
                 raise RuntimeError(problem)
             if self._debug:
@@ -297,13 +302,10 @@ class SharedParameters(PartialMeans):
                 shared_reads.refuse(self, self._shared)
             raise
 
-    def _compare_edits(self, told: list[int], refused: str) -> str:
-        if len({number >> 2 for number in told}) <= 1:
-            return f"rank {self.group.rank()}: {refused}" if refused else ""
-        return (
-            f"rank {self.group.rank()}: the ranks of this node have changed the state or the "
-            f"param_groups of a NodeOptimizer in different ways. All of them must do the same"
-        )
+    def _compare(self, told: list[int], refused: str, explain: Callable[[], str]) -> str:
+        if len({number >> 2 for number in told}) > 1:
+            return explain()
+        return f"rank {self.group.rank()}: {refused}" if refused else ""
 
     @contextmanager
     def writing(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from mpiddp.ddp.same_bits import check_of
 from mpiddp.ddp.second_backward import SecondBackward
 from mpiddp.ddp.watched_gradients import unwatched
 from mpiddp.reducer import bucket_progress, static_graph, unused
@@ -68,6 +69,10 @@ class TorchReducer(Reducer):
     _second_backward: SecondBackward | None = None
     # Called when all means are there.
     after_reduction: Callable[[], None] | None = None
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.same_bits = check_of()
 
     def compress(self, dtype: torch.dtype | None) -> None:
         """Let float32 and float64 gradients travel as `dtype`, see Note [Compression].
@@ -209,6 +214,8 @@ class TorchReducer(Reducer):
             self._unused_changed |= before is not None and before != self.unused
         if self.after_reduction is not None:
             self.after_reduction()
+        if self.same_bits is not None:
+            self.same_bits(self)
 
     def _remove_autograd_hooks(self) -> None:
         """Take the hooks off the parameters, as in `Reducer`. Not collective."""

@@ -30,6 +30,9 @@ class UnevenInputs(ParameterSharing):
         ranks = torch.tensor([float(not is_joined_rank and self.require_backward_grad_sync)])
         dist.all_reduce(ranks, group=self.process_group)
         self._ranks_to_reduce = int(ranks.item())
+        if self.reducer.same_bits is not None:
+            # Also after join(), as torch's class goes on asking.
+            self.reducer.same_bits.is_uneven = self._ranks_to_reduce < self.process_group.size()
         return self._ranks_to_reduce > 0 if is_joined_rank else None
 
     def _match_all_reduce_for_bwd_pass(self) -> None:

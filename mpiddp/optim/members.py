@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,3 +114,15 @@ class Member:
                 else:
                     place.fill_(loaded[key])
         return loaded
+
+
+def dtype_of_norm(members: Iterable[Member]) -> torch.dtype:
+    """Return torch's dtype for a norm of all gradients, but float32 for 16 bits. Not collective.
+
+    Of all parameters, not of a rank's part: the norm is to have the same bits everywhere.
+    """
+    dtypes = {member.tensor.dtype.to_real() for member in members if member.has_gradient}
+    if not dtypes:
+        return torch.get_default_dtype()
+    dtype = functools.reduce(torch.promote_types, sorted(dtypes, key=str))
+    return torch.float32 if dtype.itemsize == 2 else dtype

@@ -16,10 +16,10 @@ from mpiddp.ddp import node_parts
 from mpiddp.ddp.shared_parameters import SharedParameters
 from mpiddp.ddp.watched_gradients import gradient_of, unwatched
 from mpiddp.ddp.wrapper import DistributedDataParallel
-from mpiddp.optim import grad_scaler, uneven_steps, whole_parameters
+from mpiddp.optim import grad_scaler, same_settings, uneven_steps, whole_parameters
 from mpiddp.optim.blocks import BLOCK_BYTES, Block
 from mpiddp.optim.elementwise import ELEMENTWISE, StateKind
-from mpiddp.optim.members import Member
+from mpiddp.optim.members import Member, dtype_of_norm
 from mpiddp.optim.state_memory import StateMemory
 from mpiddp.optim.whole_state import IN_PLACE, WholeState
 
@@ -112,7 +112,8 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         self._slices = 0
         self._given: list[set[int]] = []
         self._present: list[list[torch.Tensor]] = []
-        self._edits_of_groups = 0
+        # What was done to gradients since the last step, by name.
+        self._used: dict[str, str] = {}
         self._replaced: list[Member] = []
         self._inner: torch.optim.Optimizer | None = None
         if params is None:
@@ -121,6 +122,12 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         defaults = optimizer_class([{"params": []}], **settings).defaults
         torch.optim.Optimizer.__init__(self, params, defaults)
         self._show_nothing()
+        kind = {
+            "the optimizer's class": f"{optimizer_class.__module__}.{optimizer_class.__qualname__}",
+            "whole_gradients": bool(whole_gradients),
+            "elementwise": self._elementwise,
+        }
+        same_settings.compare_groups(shared, kind, enumerate(self.param_groups))
         made = [self._prepare(group) for group in self.param_groups]
         self._inner = optimizer_class([inner for inner, _ in made], **settings)
         # What hooks of all optimizers see is this one, once.
@@ -146,6 +153,8 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         """
         super().add_param_group(param_group)
         if self._inner is not None:
+            added = [(len(self.param_groups) - 1, self.param_groups[-1])]
+            same_settings.compare_groups(self._shared, {}, added)
             inner, members = self._prepare(self.param_groups[-1])
             self._inner.add_param_group(inner)
             self._begin(members)
@@ -276,12 +285,15 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         edits = self._find_state_edits()
         edited = self._copy_of_edits() if edits > IN_PLACE else None
         refused = _CHANGED_IN_PLACE if edits == IN_PLACE else ""
-        with self._shared.stepping(edits + self._edits_of_groups, refused):
+        settings = list(settings)
+        same = same_settings.Comparison(self._shared, self._describe_step(settings, edits, edited))
+        with self._shared.stepping(same.number, refused, same.explain):
             if edited is not None:
                 self._take_edits(edited)
             self._put_back()
             self._step_own(settings)
-        self._edits_of_groups = 0
+            same.finish()
+        self._used.clear()
 
     def _take_edits(self, edited: dict[torch.Tensor, dict[str, Any]]) -> None:
         with_gradient = [member for member in self._members if member.has_gradient]
@@ -418,8 +430,7 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         total = torch.linalg.vector_norm(numbers, norm_type)
         if self._shared.across_nodes:
             self._shared.broadcast(total)
-        dtype = found[0].real.dtype if found else torch.get_default_dtype()
-        norm: torch.Tensor = total.to(torch.float32 if dtype.itemsize == 2 else dtype)
+        norm: torch.Tensor = total.to(dtype_of_norm(self._members))
         return norm
 
     @_disable_dynamo
@@ -450,7 +461,7 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
             found = self._own_gradients()
         else:
             found = [m.view for m in self._members if m.has_gradient]
-        self._tell("scale", factor.item())
+        self._tell("scale", factor.item(), float(max_norm))
         uneven_steps.scale(found, factor.item())
         self._shared.settle()
         return norm

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["UnevenSteps", "scale"]
 
+# What the last argument of what is told is called in an error.
+_USED = {"norm": "norm_type", "scale": "max_norm", "unscale": "the inverse of a GradScaler's scale"}
+
 
 class UnevenSteps(Joinable):
     """An optimizer that ranks without inputs follow. Collective."""
@@ -31,6 +34,7 @@ class UnevenSteps(Joinable):
     _shared: SharedParameters
     _wrapper: weakref.ref[DistributedDataParallel]
     _members: list[Member]
+    _used: dict[str, str]
 
     def _let_follow(self) -> None:
         """Be followed from now on. Collective."""
@@ -64,9 +68,17 @@ class UnevenSteps(Joinable):
 
     def _tell(self, what: str, *arguments: Any) -> None:
         """Let ranks without inputs follow, see `_follow`. Collective within ``model.join()``."""
+        self._note_use(what, arguments)
         wrapper = self._wrapper()
         if wrapper is not None and wrapper._join_config.enable and not self._follows:
             self._shared.tell_followers(self._number, what, arguments)
+
+    def _note_use(self, what: str, arguments: tuple[Any, ...]) -> None:
+        """Note what is done to gradients, see Note [Where settings are compared]."""
+        if what == "skip":
+            self._used.clear()
+        elif what in _USED:
+            self._used[_USED[what]] = repr(arguments[-1])
 
     @torch.no_grad()
     def _follow(self, what: str, arguments: tuple[Any, ...]) -> bool:
@@ -87,12 +99,13 @@ class UnevenSteps(Joinable):
                 member.has_gradient = used and member.is_present
             self._show_gradients()
         self._follows = what not in ("step", "skip")
+        self._note_use(what, arguments)
         if what == "step":
             self._step_together(*arguments)
         elif what == "norm":
             self._norm(*arguments)
         elif what == "scale":
-            scale(self._own_gradients(), *arguments)
+            scale(self._own_gradients(), arguments[0])
         elif what == "unscale":
             found, own = torch.zeros(1, dtype=torch.float32), self._own_gradients()
             if own:

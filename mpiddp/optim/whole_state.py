@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpiddp.ddp.same_bits import word_for
+from mpiddp.optim import same_settings
 from mpiddp.optim.shown_state import Changes, ShownTable
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["WholeState"]
 
-IN_PLACE = 1
+# How the user has changed the state.
+IN_PLACE, IN_TABLES = 1, 2
 
 
 class WholeState(torch.optim.Optimizer):
@@ -38,8 +40,8 @@ class WholeState(torch.optim.Optimizer):
     # The parameters of each group, as they were given, and as the user has left them.
     _given: list[set[int]]
     _present: list[list[torch.Tensor]]
-    # A number for what has changed since the last step, the same on all ranks; 0 for nothing.
-    _edits_of_groups: int
+    # What was done to gradients since the last step, by name.
+    _used: dict[str, str]
 
     if TYPE_CHECKING:  # the optimizer's own
 
@@ -91,21 +93,12 @@ class WholeState(torch.optim.Optimizer):
         present = {id(parameter) for parameters in self._present for parameter in parameters}
         for member in self._members:
             member.is_present = id(member.tensor) in present
-        removed = [member.index for member in self._members if not member.is_present]
-        self._edits_of_groups = zlib.crc32(repr(removed).encode()) + 1
 
     def _find_state_edits(self) -> int:
-        """Return a number for what the user has changed in the state, 0 for nothing."""
+        """Return how the user has changed the state, 0 for not at all."""
         if any(memory.was_changed() for memory in self._memories):
             return IN_PLACE
-        if self.state is self._shown and not self._shown.changes.noted:
-            return 0
-        keys = [
-            (member.index, sorted(self.state[member.tensor]))
-            for member in self._members
-            if self.state.get(member.tensor)
-        ]
-        return zlib.crc32(repr(keys).encode()) + 2
+        return 0 if self.state is self._shown and not self._shown.changes.noted else IN_TABLES
 
     def _copy_of_edits(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the state as the user has left it; what is not shown as it was is copied."""
@@ -116,14 +109,21 @@ class WholeState(torch.optim.Optimizer):
                 continue
             given[member.tensor] = copied = dict(state)
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and not (
-                    key in member.kinds
-                    and member.memory is not None
-                    and value.shape == member.tensor.shape
-                    and value.data_ptr() == member.memory.of_parameter(member.index, key).data_ptr()
-                ):
+                if isinstance(value, torch.Tensor) and not _is_shown(member, key, value):
                     copied[key] = value.detach().clone()
         return given
+
+    def _describe_edits(self, edited: Mapping[torch.Tensor, Mapping[str, Any]]) -> dict[str, str]:
+        """Return a word for each value of the state as the user has left it, by name."""
+        return {
+            f"optimizer.state of {self._shared.name_of(member.tensor)}, {key!r}": (
+                "as it was"
+                if isinstance(value, torch.Tensor) and _is_shown(member, key, value)
+                else word_for(value)
+            )
+            for member in self._members
+            for key, value in sorted(edited.get(member.tensor, {}).items())
+        }
 
     def _take_state(self, loaded: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """Copy states of whole parameters into those of this rank's blocks.
@@ -158,6 +158,29 @@ class WholeState(torch.optim.Optimizer):
         self._show_state([member for member in self._members if loaded.get(member.tensor)])
         for memory in self._memories:
             memory.note_shown()
+
+    def _describe_step(
+        self,
+        settings: Iterable[dict[str, Any]],
+        edits: int,
+        edited: dict[torch.Tensor, dict[str, Any]] | None,
+    ) -> dict[str, str]:
+        """Return what is the same on all ranks where they step one model, by name."""
+        name_of = self._shared.name_of
+        without = [name_of(m.tensor) for m in self._members if m.is_present and not m.has_gradient]
+        removed = [name_of(m.tensor) for m in self._members if not m.is_present]
+        described = {
+            "parameters without a gradient": ", ".join(without) or "none",
+            "parameters removed from their groups": ", ".join(removed) or "none",
+            **self._used,
+        }
+        if edits:
+            described["optimizer.state"] = "changed in place" if edits == IN_PLACE else "changed"
+        if edited is not None:
+            described |= self._describe_edits(edited)
+        for number, group in enumerate(settings):
+            described |= same_settings.describe_group(number, group)
+        return described
 
     # Checkpoints.
 
@@ -194,3 +217,13 @@ class WholeState(torch.optim.Optimizer):
         self._shared.exchange(0)  # nobody reads the old state any more
         self._take_state(loaded)
         self._shared.exchange(0)
+
+
+def _is_shown(member: Member, key: str, value: torch.Tensor) -> bool:
+    """Return whether a value of the state is the memory that the ranks share."""
+    return (
+        key in member.kinds
+        and member.memory is not None
+        and value.shape == member.tensor.shape
+        and value.data_ptr() == member.memory.of_parameter(member.index, key).data_ptr()
+    )
