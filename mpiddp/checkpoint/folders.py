@@ -32,10 +32,12 @@ __all__ = [
     "entries",
     "entries_of_user",
     "finish",
+    "go_on_from",
     "is_users",
     "make_private",
     "prune",
     "sha256",
+    "sums_of",
     "sync",
     "verify",
 ]
@@ -46,8 +48,9 @@ _NAME = re.compile(r"(\d{6,})-step-(-?\d+)")
 _WRITING, _REMOVING = ".writing", ".removing"
 _BLOCK = 1 << 20
 
-# The number of what this process has saved last into each root.
+# The number of what this process has saved last into each root, and the highest that it has seen.
 _saved: dict[Path, int] = {}
+_seen: dict[Path, int] = {}
 
 
 @dataclass(frozen=True, order=True)
@@ -106,6 +109,19 @@ def make_private(root: Path) -> None:
     private_folder(root)
 
 
+def go_on_from(root: Path, number: int) -> None:
+    """Let the next save into `root` have a higher number than one on some host. Not collective."""
+    _seen[root.resolve()] = number
+
+
+def sums_of(folder: Path) -> str:
+    """Return the text of a checkpoint's sums, "" if it cannot be read. Not collective."""
+    try:
+        return (folder / SUMS).read_text()
+    except (OSError, ValueError):
+        return ""
+
+
 def as_step(step: object) -> int:
     """Return a step as an int, which the names of folders need. Not collective.
 
@@ -139,7 +155,8 @@ def begin(root: Path, step: int) -> Path:
             stacklevel=2,
         )
     # What could not be removed keeps its number.
-    number = max([newest, *(number for number, _ in _unfinished(root))]) + 1
+    seen = _seen.get(root.resolve(), 0)
+    number = max([newest, seen, *(number for number, _ in _unfinished(root))]) + 1
     name = f"{number:06d}-step-{as_step(step)}"
     writing = root / f".{name}{_WRITING}"
     writing.mkdir()

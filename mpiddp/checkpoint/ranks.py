@@ -60,7 +60,7 @@ class Ranks:
                 state = torch.load(file, map_location="cpu", weights_only=weights_only)
             except Exception as failure:
                 error = failure
-        raise_together(self, error, f"load what rank {source} reads")
+        raise_together(self, error, f"load what {self.name(source)} reads")
         return self.state_from(source, state)
 
     def state_from(self, source: int, state: Any) -> Any:
@@ -98,6 +98,11 @@ class Ranks:
     def begin_receive(self, tensor: Tensor, source: int) -> dist.Work | None:
         """Begin to receive a tensor in host memory from another rank. Not collective."""
         return dist.irecv(tensor, self._in_world(source), group=self._group)
+
+    def name(self, *ranks: int) -> str:
+        """Return what ranks are called in messages: by their numbers in the world."""
+        numbers = [str(self._in_world(rank)) for rank in ranks]
+        return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
     def _in_world(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
@@ -150,6 +155,6 @@ def raise_told(
     """Raise as `raise_together`, where all ranks have gathered what is told. Not collective."""
     if error is not None:
         raise error
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+    failed = [f"{ranks.name(rank)}: {text}" for rank, text in enumerate(told) if text is not None]
     if failed:
-        raise RuntimeError(f"rank {ranks.rank} cannot {what}: {failed[0]}")
+        raise RuntimeError(f"{ranks.name(ranks.rank)} cannot {what}: {failed[0]}")

@@ -22,6 +22,7 @@ from mpiddp.checkpoint import folders
 from mpiddp.checkpoint.output import Output
 from mpiddp.checkpoint.ranks import Ranks, raise_together, raise_told, told_of
 from mpiddp.checkpoint.sharded import dcp_failures, is_sharded
+from mpiddp.checkpoint.shared_folders import is_proved, prove
 from mpiddp.checkpoint.trees import Copier
 from mpiddp.checkpoint.writer_lock import only_writer
 from mpiddp.torch_internals.group_twins import twin_of
@@ -37,10 +38,10 @@ class _Saving(Future["Path | None"]):
     """An asynchronous save, which knows whether somebody has asked how it ended.
 
     Args:
-        rank: this one, for the warning if nobody has.
+        rank: what this one is called, for the warning if nobody has.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: str) -> None:
         super().__init__()
         self.rank = rank
         self.asked = False
@@ -73,7 +74,7 @@ def _say_at_exit() -> None:
         told = "".join(traceback.format_exception_only(failure)).strip()
         with contextlib.suppress(Exception):  # a stream that takes nothing
             print(
-                f"mpiddp: rank {_last.rank}: the last asynchronous save has failed, and nobody has "
+                f"mpiddp: {_last.rank}: the last asynchronous save has failed, and nobody has "
                 f"asked for its result: {told}",
                 file=sys.stderr,
                 flush=True,
@@ -95,9 +96,10 @@ def save(
     Args:
         state: what `torch.save` takes, in dicts, lists and tuples. The first rank writes its own;
             what other ranks give is ignored. With sharded tensors in it (DTensor, ShardedTensor)
-            it is a dict on all ranks, written by `torch.distributed.checkpoint.save`.
-        root: a folder that all ranks see under this name, made where it is missing. For a state
-            that is not sharded only the first rank needs it.
+            it is a dict on all ranks, written by `torch.distributed.checkpoint.save`; then all
+            ranks must see `root`.
+        root: a folder that all ranks see under this name, made where it is missing. The first
+            save looks whether they do, and warns, as only the first rank needs it.
         step: an int, returned by `load`; the same on all ranks.
         keep: how many checkpoints stay, this one included; the oldest go.
         group: the ranks that save together; default: all.
@@ -108,7 +110,8 @@ def save(
     Raises:
         BlockingIOError: another process is saving into `root`.
         OSError: this rank could not write, such as on a full disk.
-        RuntimeError: another rank could not; ranks gave other steps; the last `async_save` failed.
+        RuntimeError: another rank could not; ranks gave other steps; the last `async_save` failed;
+            the state is sharded, and the error names hosts that do not see `root`.
         TypeError: `step` is no int.
         ValueError: `keep` is less than 1.
     """
@@ -170,7 +173,7 @@ def async_save(
     if _background is None:
         atexit.register(_say_at_exit)
         _background = concurrent.futures.ThreadPoolExecutor(1, "mpiddp checkpoint")
-    saving = _Saving(ranks.rank)
+    saving = _Saving(ranks.name(ranks.rank))
     if sharded:
         twin = None
         if dist.is_initialized():
@@ -217,21 +220,25 @@ def _agree(
     failure = None
     if _last is not None:
         failure = _last.exception()  # once it has ended
-    own = place.step, is_sharded(state), told_of(failure)
+    own = place.step, is_sharded(state), told_of(failure), is_proved(place.root)
     told = ranks.gather((*own, told_of(error)))
     raise_told(ranks, error, [text for *_, text in told], "save a checkpoint")
     _last = None
-    failed = [f"rank {rank}: {text}" for rank, (_, _, text, _) in enumerate(told) if text]
+    failed = [f"{ranks.name(rank)}: {each[2]}" for rank, each in enumerate(told) if each[2]]
     if failed:
         raise RuntimeError(f"the last asynchronous save has failed: {failed[0]}") from failure
     for rank, (its_step, its_sharded, *_) in enumerate(told):
         if its_step != told[0][0]:
-            raise RuntimeError(f"rank 0 saves step {told[0][0]}, rank {rank} step {its_step}")
+            raise RuntimeError(
+                f"{ranks.name(0)} saves step {told[0][0]}, {ranks.name(rank)} step {its_step}"
+            )
         if its_sharded != told[0][1]:
             raise RuntimeError(
-                f"the state has sharded tensors on rank {rank if its_sharded else 0}, but not on "
-                f"rank {0 if its_sharded else rank}"
+                f"the state has sharded tensors on {ranks.name(rank if its_sharded else 0)}, but "
+                f"not on {ranks.name(0 if its_sharded else rank)}"
             )
+    if not all(proved for *_, proved, _ in told):
+        prove(ranks, place.root, told[0][1])
     return place, told[0][1]
 
 

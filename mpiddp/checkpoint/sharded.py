@@ -52,5 +52,6 @@ def dcp_failures(ranks: Ranks, what: str) -> Iterator[None]:
             raise failed[ranks.rank] from None
         rank, error = min(failed.items(), key=lambda item: item[0])
         raise RuntimeError(
-            f"rank {ranks.rank} cannot {what}: rank {rank}: {type(error).__name__}: {error}"
+            f"{ranks.name(ranks.rank)} cannot {what}: {ranks.name(rank)}: "
+            f"{type(error).__name__}: {error}"
         ) from None
