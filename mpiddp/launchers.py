@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 __all__ = [
+    "PROGRAMS",
     "RANKS",
     "SCHEDULER_RANK",
     "SCHEDULER_SIZES",
@@ -32,7 +33,7 @@ SCHEDULER_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SUBMITIT_LOCAL_NTASK
 SCHEDULER_RANK = "SLURM_PROCID"
 
 # How the names of processes of mpirun and its kin begin, as the system cuts them.
-_LAUNCHERS = ("mpirun", "mpiexec", "mpispawn", "hydra_", "pmi_proxy", "prte", "orte")
+PROGRAMS = ("mpirun", "mpiexec", "mpispawn", "hydra_", "pmi_proxy", "prte", "orte")
 
 
 def told_rank() -> str | None:
@@ -69,7 +70,7 @@ def own_step() -> str | None:
         while process > 0:
             told = Path(f"/proc/{process}/stat").read_text(errors="replace")
             name, _, rest = told.partition("(")[2].rpartition(")")
-            if name.startswith(_LAUNCHERS):
+            if name.startswith(PROGRAMS):
                 return None
             if process == int(task):
                 return f"{job}.{step}"

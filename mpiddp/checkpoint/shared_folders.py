@@ -142,8 +142,8 @@ def look(ranks: Ranks, root: Path) -> tuple[list[str], list[Sighting]]:
     raise_together(ranks, error, "look for checkpoints")
     found: dict[tuple[folders.Entry, str], Sighting] = {}
     for rank, entries in enumerate(ranks.gather(seen)):
-        for each in entries:
-            found.setdefault(each, Sighting(*each, [])).ranks.append(rank)
+        for entry, sums in entries:
+            found.setdefault((entry, sums), Sighting(entry, sums, [])).ranks.append(rank)
     sightings = sorted(found.values(), key=lambda each: each.ranks[0])
     if sightings:
         folders.go_on_from(root, max(each.entry.number for each in sightings))

@@ -107,7 +107,7 @@ class TestSlurm:
         assert done.stderr.count("RuntimeError: torchrun, or a launcher") >= 1
 
     def test_what_fits(self, hosts: Hosts) -> None:
-        """Ranks of srun, also below a shell; of mpirun in an allocation, all or one of them."""
+        """Srun's ranks, also below a shell; mpirun's in an allocation, all or one of them."""
         path = str(script(hosts.folder))
         worlds = "".join(f"world of 2, rank {rank}\n" for rank in (0, 1))
         done = hosts.srun(path, ranks=2)
