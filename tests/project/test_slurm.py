@@ -139,6 +139,45 @@ def test_a_job_that_is_asked_to_end_requeues_itself(slurm: Slurm) -> None:
     assert digest[0] == expected[0]
 
 
+@pytest.mark.slow  # most of it SLURM's own waiting
+@pytest.mark.once
+@pytest.mark.parametrize("lost", ["node2", "node1"])
+def test_a_job_that_loses_a_node_is_started_again(slurm: Slurm, lost: str) -> None:
+    """The batch script is on node1: where that one is lost, SLURM starts the job again itself."""
+    slurm.begin_anew(f"loses-{lost}")
+    job = slurm.submit("--epochs", "8")
+    slurm.wait_for_line("epoch 2:", job)
+    slurm.hosts.cluster("off", lost)
+    time.sleep(25)  # SLURM's own time to notice, and more
+    slurm.hosts.cluster("on", lost)
+    slurm.wait_for_end(job, seconds=200)
+    before, began_again, after = slurm.output().partition(f"job {job}, start 1: 4 ranks on")
+    assert began_again, before
+    assert ("a node is lost, back into the queue" in before) == (lost == "node2")
+    resumed = re.search(r"(\d+) epochs and \d+ batches are done", after)
+    assert resumed, after
+    assert int(resumed[1]) >= 2
+    assert DIGEST.search(after), after
+
+
+@pytest.mark.slow
+@pytest.mark.once
+def test_a_cancelled_job_stays_so(slurm: Slurm) -> None:
+    """It saves, and neither the program nor the batch script puts it back into the queue."""
+    slurm.begin_anew("cancelled")
+    job = slurm.submit("--epochs", "200")
+    slurm.wait_for_line("epoch 2:", job)
+    slurm.on_head("scancel", job)
+    deadline = time.monotonic() + 60
+    while (state := slurm.state(job)) != "CANCELLED":
+        assert time.monotonic() < deadline, state
+        time.sleep(0.5)
+    time.sleep(8)
+    assert slurm.state(job) == "CANCELLED"
+    assert "asked to end: saved after step" in slurm.output()
+    assert "start 1" not in slurm.output()
+
+
 @pytest.mark.thorough
 @pytest.mark.once
 @pytest.mark.parametrize("how", [pytest.param("number", marks=pytest.mark.slow), "raise"])
