@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from mpiddp.ddp.node_parts import Slice
     from mpiddp.optim.elementwise import StateKind
     from mpiddp.optim.state_memory import StateMemory
+
+NORM_ELEMENTS = 1 << 14
 
 
 class Member:
@@ -126,3 +128,11 @@ def dtype_of_norm(members: Iterable[Member]) -> torch.dtype:
         return torch.get_default_dtype()
     dtype = functools.reduce(torch.promote_types, sorted(dtypes, key=str))
     return torch.float32 if dtype.itemsize == 2 else dtype
+
+
+def norm_of(gradients: Sequence[torch.Tensor], norm_type: float) -> float:
+    """Return the norm of all of them as one vector. Not collective."""
+    # torch adds up float32 in float32, so of few elements at a time.
+    found = [part for each in gradients for part in torch.split(each, NORM_ELEMENTS)]
+    norms = [norm.double() for norm in torch._foreach_norm(found, norm_type)] if found else []
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type).item() if norms else 0.0

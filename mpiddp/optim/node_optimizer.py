@@ -19,11 +19,10 @@ from mpiddp.ddp.wrapper import DistributedDataParallel
 from mpiddp.optim import grad_scaler, same_settings, uneven_steps, whole_parameters
 from mpiddp.optim.blocks import BLOCK_BYTES, Block
 from mpiddp.optim.elementwise import ELEMENTWISE, StateKind
-from mpiddp.optim.members import Member, dtype_of_norm
+from mpiddp.optim.members import Member, dtype_of_norm, norm_of
+from mpiddp.optim.same_settings import settings_of
 from mpiddp.optim.state_memory import StateMemory
 from mpiddp.optim.whole_state import IN_PLACE, WholeState
-
-NORM_ELEMENTS = 1 << 14
 
 _CHANGED_IN_PLACE = (
     "tensors of optimizer.state were changed in place. The ranks of a node share them, so each of "
@@ -206,13 +205,13 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
             member.memory = memory
         self._undivided.append(blocks)
         self._blocks.append(list(blocks))
-        return {**_settings_of(group), "params": [block.tensor for block in blocks]}, members
+        return {**settings_of(group), "params": [block.tensor for block in blocks]}, members
 
     def _find_state(
         self, group: dict[str, Any], parameters: Sequence[torch.Tensor]
     ) -> tuple[list[dict[str, StateKind]], bool]:
         """Return what is kept for each parameter of a group, and whether they are stepped whole."""
-        settings = _settings_of(group)
+        settings = settings_of(group)
 
         def make(tensors: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
             return self._class([{**settings, "params": list(tensors)}], **self._settings)
@@ -264,11 +263,11 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
                 loss = closure()
         Join.notify_join_context(self)
         self._take_gradients()
-        settings = [_settings_of(group) for group in self.param_groups]
+        settings = [settings_of(group) for group in self.param_groups]
         self._tell("step", settings)
         self._step_together(settings)
         for outer, inner in zip(self.param_groups, self._inner_groups, strict=True):
-            outer.update(_settings_of(inner))
+            outer.update(settings_of(inner))
         return loss
 
     @property
@@ -421,10 +420,7 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
 
     def _norm(self, norm_type: float) -> torch.Tensor:
         self._let_change()
-        # torch adds up float32 in float32, so of few elements at a time.
-        found = [part for own in self._own_gradients() for part in torch.split(own, NORM_ELEMENTS)]
-        norms = [norm.double() for norm in torch._foreach_norm(found, norm_type)] if found else []
-        own = torch.linalg.vector_norm(torch.stack(norms), norm_type).item() if norms else 0.0
+        own = norm_of(self._own_gradients(), norm_type)
         # Python's max would overlook some NaNs.
         numbers = torch.tensor(self._shared.exchange(own), dtype=torch.float64)
         total = torch.linalg.vector_norm(numbers, norm_type)
@@ -498,10 +494,6 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         worst = max(self._shared.exchange(max((number.item() for number in found), default=0.0)))
         for number in found:
             number.fill_(worst)
-
-
-def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 grad_scaler.install(NodeOptimizer)

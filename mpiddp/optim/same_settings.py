@@ -23,7 +23,7 @@ from mpiddp.reducer import model_check
 if TYPE_CHECKING:
     from mpiddp.ddp.shared_parameters import SharedParameters
 
-__all__ = ["Comparison", "compare_groups", "describe_group"]
+__all__ = ["Comparison", "compare_groups", "describe_group", "settings_of"]
 
 # So many bits that a double keeps them, beside the few that a step tells otherwise.
 _DIGEST_BYTES = 6
@@ -34,10 +34,13 @@ _FEW, _SHOWN = 64, 200
 def describe_group(number: int, group: Mapping[str, Any]) -> dict[str, str]:
     """Return what a step reads of a param_group, in words, by name. Not collective."""
     return {
-        f"param_groups[{number}][{key!r}]": _text(group[key])
-        for key in sorted(group)
-        if key not in ("params", "param_names")
+        f"param_groups[{number}][{key!r}]": _text(group[key]) for key in sorted(settings_of(group))
     }
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a param_group has besides its parameters. Not collective."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _text(value: Any) -> str:
