@@ -146,7 +146,7 @@ def test_a_job_that_loses_a_node_is_started_again(slurm: Slurm, lost: str) -> No
     """The batch script is on node1: where that one is lost, SLURM starts the job again itself."""
     slurm.begin_anew(f"loses-{lost}")
     job = slurm.submit("--epochs", "8")
-    slurm.wait_for_line("epoch 2:", job)
+    slurm.wait_for_line("epoch 3:", job)  # so that the second one is saved
     slurm.hosts.cluster("off", lost)
     time.sleep(25)  # SLURM's own time to notice, and more
     slurm.hosts.cluster("on", lost)
@@ -158,6 +158,25 @@ def test_a_job_that_loses_a_node_is_started_again(slurm: Slurm, lost: str) -> No
     assert resumed, after
     assert int(resumed[1]) >= 2
     assert DIGEST.search(after), after
+
+
+@pytest.mark.slow
+@pytest.mark.once
+def test_a_program_that_fails_is_not_started_again(slurm: Slurm) -> None:
+    """Also where the job has few of the user's variables."""
+    slurm.begin_anew("fails")
+    few = "--export=VENV,CHECKPOINT"
+    for arguments, state in ((["--epochs", "1"], "COMPLETED"), (["--nonsense"], "FAILED")):
+        options = ("--parsable", few, f"--output={slurm.log}", "--open-mode=append")
+        job = slurm.on_head("sbatch", *options, str(slurm.script), *arguments)
+        deadline = time.monotonic() + 100
+        while slurm.state(job) in {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"}:
+            assert time.monotonic() < deadline, slurm.output()
+            time.sleep(0.5)
+        assert slurm.state(job) == state, slurm.output()
+    assert "a node is lost" not in slurm.output()
+    assert "start 1" not in slurm.output()
+    assert DIGEST.search(slurm.output())
 
 
 @pytest.mark.slow
