@@ -11,14 +11,23 @@ do not begin at the bottom of the stack.
 Exceptions of other threads reach `threading.excepthook`. Most of these threads concern no other
 rank: a progress bar's, a logger's. Other ranks wait only for threads that take part in the job,
 because they have called a collective or a wrapped module's forward: their exceptions end the job.
+
+`sys.exit(n)` reaches no hook, and the interpreter forgets it before any function of atexit is
+called. So the functions that raise it are replaced by ones that note it and the frames below. It is
+what ends the interpreter if none of these frames has returned: otherwise one of them has caught it.
+The job ends with n once the program's own functions of atexit have been called.
 """
 
 from __future__ import annotations
+
+import builtins
 
 # Its own function for the end of the interpreter joins its threads. Ours must be called before
 # that, and so be registered later.
 import concurrent.futures.thread  # noqa: F401
 import contextlib
+import dis
+import functools
 import os
 import sys
 import threading
@@ -34,6 +43,7 @@ __all__ = [
     "check_end",
     "end_job",
     "paused",
+    "say_status",
     "show",
     "status_of",
     "take_part",
@@ -54,6 +64,8 @@ _end_is_watched = False
 
 # Per thread: whether it takes part.
 _own = threading.local()
+# The status that the main thread has given last to end the interpreter, and the frames below.
+_exiting: tuple[int, list[FrameType]] = 0, []
 
 
 def watch(rank: int, world_size: int) -> None:
@@ -71,6 +83,7 @@ def watch(rank: int, world_size: int) -> None:
     _wrap_thread_hook()
     if not _end_is_watched:
         _end_is_watched = True
+        _keep_exits()
         # Called before non-daemon threads are joined, which may wait for other ranks.
         before_joining = getattr(threading, "_register_atexit", None)
         if before_joining is not None:
@@ -158,14 +171,70 @@ def end_job(error: BaseException) -> None:
     abort_job(status_of(error), lambda: show(error, watched.rank))
 
 
-def check_end() -> None:
-    """Abort the job if an uncaught exception is what ends this interpreter. Not collective."""
+def check_end(at_last: bool = False) -> None:
+    """Abort the job if an uncaught exception is what ends this interpreter. Not collective.
+
+    Args:
+        at_last: whether the program's own functions of atexit have been called; then also if it
+            ends with a status that is not 0.
+    """
+    if at_last:
+        _check_status()
     error: BaseException | None = getattr(sys, "last_value", None)
     start: TracebackType | None = getattr(sys, "last_traceback", None)
     if error is None or start is None or start.tb_frame.f_back is not None:
         return
     if _active() is not None:
         abort_job(status_of(error))
+
+
+def _check_status() -> None:
+    watched, (status, frames) = _active(), _exiting
+    if watched is not None and status and not any(map(_has_returned, frames)):
+        abort_job(status, lambda: say_status(watched.rank, status))
+
+
+def _has_returned(frame: FrameType) -> bool:
+    """Return whether a frame that has ended did so by `return`, not by an exception."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
+
+
+def say_status(rank: int, status: int) -> None:
+    """Say that a rank's program ended with a status that is not 0. Not collective."""
+    _say(
+        f"mpiddp: rank {rank} exited with status {status} while other ranks are in the job, which "
+        f"ends with it"
+    )
+
+
+def _keep_exits() -> None:
+    """Let sys.exit, exit and quit keep what they raise. Not collective."""
+
+    def keeping(function: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(function)
+        def exit(*args: Any, **kwargs: Any) -> object:
+            global _exiting
+            try:
+                return function(*args, **kwargs)
+            except SystemExit as error:
+                if threading.current_thread() is threading.main_thread():
+                    code = error.code
+                    status = code & 0xFF if isinstance(code, int) else int(code is not None)
+                    _exiting = status, list(_frames_below(sys._getframe(1)))
+                raise
+
+        return exit
+
+    sys.exit = keeping(sys.exit)  # type: ignore[assignment]
+    for name in ("exit", "quit"):  # of the module site, which there may not be
+        if hasattr(builtins, name):
+            setattr(builtins, name, keeping(getattr(builtins, name)))
+
+
+def _frames_below(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _active() -> _Watched | None:

@@ -473,7 +473,7 @@ def _stop_at_exit() -> None:
     """
     if _world is None or _world.process_id != os.getpid():
         return
-    uncaught.check_end()
+    uncaught.check_end(at_last=True)
     uncaught.unwatch()  # threads that still run may meet what is stopped here
     for companion in _world.companions:
         companion.leave()

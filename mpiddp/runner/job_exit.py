@@ -6,7 +6,7 @@
 | raises | prints this rank's traceback, is aborted at once with 1 |
 | is interrupted (KeyboardInterrupt) | the same with 130 |
 | gets SIGTERM | is aborted at once with 143 |
-| calls sys.exit(n), n not 0 | is aborted with n after this rank's atexit functions |
+| calls sys.exit(n), n not 0 | is aborted with n after this rank's atexit functions, with a line |
 
 A rank that calls sys.exit(0) while others wait for it looks like one that is late: they raise after
 the timeout of init_process_group.
@@ -150,5 +150,5 @@ class JobExit:
         if os.getpid() != self._process_id:
             return
         if self._status and self._world_size > 1:
-            abort_job(self._status)
+            abort_job(self._status, lambda: uncaught.say_status(self._rank, self._status))
         output.release()

@@ -54,6 +54,7 @@ _WAITED_FOR_OR_LOST = re.compile(
 _ENDED_OR_WAITED_FOR = re.compile(rf"{_HAS_ENDED.pattern}|{_WAITED_FOR.pattern}|task 2: ")
 # The script's limit for MPI_Init, MPIDDP_START_SECONDS (fault_job.py), is over.
 _IN_INIT = re.compile(r"has waited in MPI_Init for \d+ s, and its time limit is over")
+_EXITED = re.compile("mpiddp: rank 2 exited with status 3 while other ranks are in the job")
 _BROKEN = re.compile("ValueError: broken on purpose")
 _FULL_MEMORY = re.compile("MemoryError|not enough memory|can't allocate memory")
 _NOTHING = re.compile("")
@@ -206,11 +207,8 @@ def expected(mpi: str, fault: str, moment: str, start: str) -> Cell:
             limit, said, status, launcher_ends = _AT_ONCE, _NOTHING, "any", True
     elif meets and fault in _LIVING:
         limit, said = _TIMEOUT, _WAITED_FOR
-    elif meets and fault == "sys-exit" and start != "srun-kill":
-        # Between hosts Open MPI's ranks hear of it as of one that is off. MPICH's MPI_Finalize
-        # waits for the others, but not always.
-        apart = mpi == "Open MPI" and start in ("mpirun-hosts", "srun")
-        limit, said = _TIMEOUT, _NOTHING if apart else _ENDED_OR_WAITED_FOR
+    elif meets and fault == "sys-exit":
+        said = _EXITED
     elif fault == "sys-exit" and start == "mpirun":
         status = "3"
     elif meets and mpi == "MPICH" and fault in ("os-exit", "kill", "segfault"):
