@@ -270,7 +270,7 @@ $(PLOTTING): $(INSTALLED)
 $(LIBRARIES): constraints.txt $(REQUIREMENTS)
 	@echo 'Installing what tests/libraries tries into $(VENV)'
 	@DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PIP) install -c $(CONSTRAINTS) --no-build-isolation \
-		deepspeed transformers
+		deepspeed monai pytorch-ignite transformers
 	@touch $@
 
 # mkdocs reads the sources of mpiddp and imports none: it needs no compiler and no MPI.

@@ -35,6 +35,7 @@ if not _hand_over(__path__[0]):  # else the installed package is in the place of
     from mpiddp.mpi.nodes import Topology
     from mpiddp.optim import node_optimizer as _node_optimizer  # noqa: F401
     from mpiddp.preemption import notice as _notice  # noqa: F401
+    from mpiddp.process_group.asked_backend import get_backend
     from mpiddp.rendezvous import patches as _patches
     from mpiddp.rendezvous.world import (
         BACKEND,
@@ -66,6 +67,7 @@ if not _hand_over(__path__[0]):  # else the installed package is in the place of
         "compression",
         "destroy_process_group",
         "elastic",
+        "get_backend",
         "get_topology",
         "init_process_group",
         "optim",

@@ -67,6 +67,8 @@ class TorchReducer(Reducer):
     # The node of the backward in which the last forward has run; None: outside of any.
     _forward_in: torch.autograd.graph.Node | None = None
     _second_backward: SecondBackward | None = None
+    # Whether any reducer of this process has averaged gradients.
+    has_averaged = False
     # Called when all means are there.
     after_reduction: Callable[[], None] | None = None
 
@@ -207,6 +209,8 @@ class TorchReducer(Reducer):
         with unwatched():
             super().finish_backward()
         self._forward_in = None
+        if not TorchReducer.has_averaged:
+            TorchReducer.has_averaged = True
         if self.missing and self.kept is not None:  # Horovod's optimizer has several passes
             self._second_backward = SecondBackward(self)
         if self.find_unused_parameters:

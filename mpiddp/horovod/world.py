@@ -24,6 +24,8 @@ _topology: Topology | None = None
 _homogeneous = True
 _made_world = False
 _timeline: Timeline | None = None
+# Whether `init` was ever called here: programs import Horovod to see whether it is there.
+has_begun = False
 
 
 def init(
@@ -47,7 +49,8 @@ def init(
         RuntimeError: torch.distributed is initialised with another backend than mpiddp; or what
             `mpiddp.init_process_group` raises.
     """
-    global _topology, _homogeneous, _made_world
+    global _topology, _homogeneous, _made_world, has_begun
+    has_begun = True
     if sets.is_open():
         return
     forks.check("hvd.init")

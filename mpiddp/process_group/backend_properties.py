@@ -6,6 +6,7 @@ mpiddp is its own backend, for tensors on the CPU and on GPUs.
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from typing import NoReturn
 
@@ -13,6 +14,7 @@ import torch
 
 from mpiddp.engine import forks
 from mpiddp.mpi.abort import abort_job
+from mpiddp.process_group import asked_backend
 from mpiddp.process_group.operation_runner import OperationRunner
 from mpiddp.torch_internals.compiler import skip_compilation
 
@@ -37,8 +39,13 @@ class BackendProperties(OperationRunner):
         return False
 
     def getBackendName(self) -> str:
-        """Return "mpiddp"."""
-        return "mpiddp"
+        """Return "mpiddp", or the name that the script has asked for, see asked_backend.py."""
+        try:
+            caller = sys._getframe(1)
+        except ValueError:
+            caller = None  # a thread of C++ asks
+        named = asked_backend.told(self, caller)
+        return "mpiddp" if named is None else asked_backend.asked_name(named)
 
     @property
     def _device_types(self) -> list[torch.device]:

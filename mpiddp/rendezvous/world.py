@@ -24,6 +24,7 @@ from mpiddp.flight_recorder import files, page
 from mpiddp.flight_recorder.trigger import Trigger
 from mpiddp.mpi import communicators, losses, uncaught
 from mpiddp.mpi.nodes import Topology, find_topology
+from mpiddp.process_group import asked_backend
 from mpiddp.process_group.forming_group import FormingGroup, NamedWait
 from mpiddp.process_group.futures import FutureCompleter
 from mpiddp.rendezvous import joining, launch_checks, worlds_apart
@@ -116,14 +117,11 @@ def init_process_group(
     def start(communicator: MPI.Intracomm, topology: Topology) -> None:
         if comm is None and not joining.is_joining():
             worlds_apart.refuse_contradictions(communicator, topology, {})
-        dist.init_process_group(
-            BACKEND,
-            store=shared_store(communicator, topology, timeout),
-            rank=topology.rank,
-            world_size=topology.world_size,
-            timeout=timeout,
-        )
+        store = shared_store(communicator, topology, timeout)
+        size, rank = topology.world_size, topology.rank
+        dist.init_process_group(BACKEND, None, timeout, size, rank, store)
 
+    asked_backend.note(None)
     begin_world(comm, start, timeout)
 
 

@@ -19,7 +19,15 @@ from torch.distributed import Backend
 from mpiddp import launchers, settings
 from mpiddp.mpi import communicators, nodes
 from mpiddp.rendezvous import mpi_world, world
-from mpiddp.runner import data_parallel, elastic, output, spawn, stand_ins, torchrun
+from mpiddp.runner import (
+    data_parallel,
+    elastic,
+    output,
+    spawn,
+    stand_ins,
+    torchrun,
+    trained_alone,
+)
 from mpiddp.runner.job_exit import JobExit
 from mpiddp.runner.program import Program
 from mpiddp.runner.started_ranks import StartedRanks
@@ -208,6 +216,8 @@ def _replace(options: argparse.Namespace, started: StartedRanks) -> str:
         torchrun.replace_ddp(derived=all_of_mpiddp)
         on = "" if all_of_mpiddp else " on groups of mpiddp"
         replaced.append(f"torch's DistributedDataParallel{on} by mpiddp's")
+    if options.backend == world.BACKEND and started.topology.world_size > 1:
+        trained_alone.watch()
     if options.backend == world.BACKEND:
         torchrun.replace_sync_batch_norm()
         stand_ins.install(started.topology.rank, started)

@@ -24,7 +24,7 @@ from types import FrameType
 
 from mpiddp.mpi import uncaught
 from mpiddp.mpi.abort import abort_job, call_before_abort, time_limit
-from mpiddp.runner import output
+from mpiddp.runner import output, trained_alone
 from mpiddp.runner.advice import advice_on
 from mpiddp.runner.program import without_own_frames
 
@@ -151,4 +151,6 @@ class JobExit:
             return
         if self._status and self._world_size > 1:
             abort_job(self._status, lambda: uncaught.say_status(self._rank, self._status))
+        if not self._status:
+            trained_alone.say(self._rank, self._world_size)
         output.release()

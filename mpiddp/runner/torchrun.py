@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import socket
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlparse
@@ -20,7 +21,11 @@ from mpiddp.data_parallel.wrapper import DataParallel
 from mpiddp.ddp.sync_batch_norm import SyncBatchNorm
 from mpiddp.ddp.wrapper import DistributedDataParallel
 from mpiddp.mpi.nodes import Topology
+from mpiddp.process_group import asked_backend
+from mpiddp.rendezvous import world
+from mpiddp.rendezvous.patches import names_mpiddp
 from mpiddp.rendezvous.world import BACKEND
+from mpiddp.runner import trained_alone
 from mpiddp.torch_internals.patching import replace_function
 
 if TYPE_CHECKING:
@@ -110,14 +115,21 @@ def replace_backends(backend: str) -> None:
         def init_process_group(*args: Any, **kwargs: Any) -> None:
             given = signature.bind(*args, **kwargs).arguments
             named = given.get("backend")
+            asked = None
             if named is None or _of_torch(named):
+                asked = "undefined" if named is None else named
                 given["backend"] = backend
                 if backend == BACKEND:
                     _leave_meeting_to_mpi(given)
                     given.pop("pg_options", None)  # NCCL's
                     if not torch.accelerator.is_available():
                         given.pop("device_id", None)
+            begins = not (world.is_starting() or dist.is_initialized())
             torchs(**given)
+            if backend == BACKEND:
+                if begins:
+                    asked_backend.note(asked)
+                _watch(dist.group.WORLD)
 
         return init_process_group
 
@@ -127,19 +139,54 @@ def replace_backends(backend: str) -> None:
         def new_group(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
             named = given.get("backend")
-            if (
+            replaced = asked_backend.was_told(named) or (
                 named is not None
                 and _of_torch(named)
                 and not all(_TORCHS[name]() for name in _names(named))
-            ):
+            )
+            if replaced:
                 given["backend"] = backend
                 given.pop("pg_options", None)
-            return torchs(**given)
+            made = torchs(**given)
+            if backend == BACKEND and isinstance(made, dist.ProcessGroup):
+                asked_backend.note(named if replaced else given.get("backend"), made)
+                _watch(made)
+            return made
 
         return new_group
 
     replace_function(dist.init_process_group, in_init)
     replace_function(dist.new_group, in_new_group)
+    if backend == BACKEND:
+        replace_function(dist.get_backend, _answering(lambda named: named))
+        replace_function(dist.get_backend_config, _answering(asked_backend.asked_config))
+
+
+def _watch(group: dist.ProcessGroup | None) -> None:
+    """See what the group averages, if it is ours. Not collective."""
+    if names_mpiddp(asked_backend.get_backend(group)):
+        trained_alone.watch_groups()
+    else:
+        trained_alone.note_other_group()
+
+
+def _answering(answer: Callable[[str], str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what lets a function of torch answer for the backend that the script asked for."""
+
+    def in_question(torchs: Callable[..., Any]) -> Callable[..., Any]:
+        def question(group: dist.ProcessGroup | None = None) -> Any:
+            true = torchs(group)
+            if not names_mpiddp(true):
+                return true
+            if torch.compiler.is_compiling():
+                named = asked_backend.of_world()  # there are no frames to look at
+            else:
+                named = asked_backend.told(group or dist.group.WORLD, sys._getframe(1))
+            return true if named is None else answer(named)
+
+        return question
+
+    return in_question
 
 
 def replace_ddp(derived: bool) -> None:

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import mpiddp
+
 
 class Derived(DDP):
     """As scripts do to reach the attributes of the wrapped module."""
@@ -32,7 +34,8 @@ def construct(kind, **kwargs):
 
 
 dist.init_process_group()
-assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "mpiddp")
+assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "undefined")
+assert mpiddp.get_backend() == "mpiddp"
 ours = "mpiddp"
 for kind in (DDP, DistributedDataParallel, nn.parallel.DistributedDataParallel):
     assert kind is inner.DistributedDataParallel
@@ -57,15 +60,17 @@ gloo = dist.new_group(backend="gloo")
 assert gloo.name() == "gloo"
 assert construct(DDP, process_group=gloo) == "torch.nn.parallel.distributed"
 if not torch.cuda.is_available():
-    assert dist.new_group(backend="nccl").name() == "mpiddp"
-    assert dist.new_group(backend="cpu:gloo,cuda:nccl").name() == "mpiddp"
-assert dist.new_group().name() == "mpiddp"
-assert init_device_mesh("cpu", (1,)).get_group().name() == "mpiddp"
+    for named in ("nccl", "cpu:gloo,cuda:nccl"):
+        group = dist.new_group(backend=named)
+        assert (dist.get_backend(group), mpiddp.get_backend(group)) == (named, "mpiddp")
+assert mpiddp.get_backend(gloo) == "gloo"
+assert mpiddp.get_backend(dist.new_group()) == "mpiddp"
+assert mpiddp.get_backend(init_device_mesh("cpu", (1,)).get_group()) == "mpiddp"
 dist.destroy_process_group()
 
 for backend in ("nccl", "gloo", "cpu:gloo,cuda:nccl", dist.Backend.GLOO, "mpi", "mpiddp"):
     dist.init_process_group(backend, rank=int(os.environ["RANK"]), world_size=1)
-    assert dist.get_backend() == "mpiddp"
+    assert (dist.get_backend(), mpiddp.get_backend()) == (backend, "mpiddp")
     dist.destroy_process_group()
 dist.init_process_group("fake", rank=0, world_size=4)
 assert dist.get_backend() == "fake"
