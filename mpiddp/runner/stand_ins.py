@@ -7,10 +7,11 @@ may use a package, finds Horovod's. It does not find that of which there is a pa
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -53,7 +54,8 @@ def install(rank: int, started: StartedRanks | None = None) -> None:
     """Let scripts import the stand-ins from now on. Not collective.
 
     Args:
-        rank: this process's; rank 0 says which stand-in was imported, on stderr.
+        rank: this process's; rank 0 says which stand-in was imported, on stderr, and of Horovod
+            that it has begun.
         started: what `horovod.run` calls its function on.
     """
     if started is not None:
@@ -93,12 +95,33 @@ class _Loader(Loader):
         for key in ours.__all__:
             if f"{name}.{key}" not in STAND_INS:  # else it is imported when it is asked for
                 module.__dict__[key] = getattr(ours, key)
-        if self._rank == 0 and "." in name:  # of a package, its parts are what counts
-            print(
-                f"mpiddp: there is no {name}; {ours.__name__} stands in for it",
-                file=sys.stderr,
-                flush=True,
-            )
+        if self._rank != 0:
+            return
+        if name.startswith("horovod."):  # said by who uses it: many import it to see whether it is
+            if "init" in ours.__all__:
+                module.__dict__["init"] = _say_first(ours.init)
+        elif "." in name:  # of a package, its parts are what counts
+            _say(name, ours.__name__)
+
+
+def _say(name: str, ours: str) -> None:
+    print(f"mpiddp: there is no {name}; {ours} stands in for it", file=sys.stderr, flush=True)
+
+
+@functools.cache  # two modules have it, and the program may hold either
+def _say_first(init: Callable[..., None]) -> Callable[..., None]:
+    """Return Horovod's `init`, which says once a process what stands in. Not collective."""
+    said = False
+
+    @functools.wraps(init)
+    def saying(*args: Any, **kwargs: Any) -> None:
+        nonlocal said
+        if not said:
+            said = True
+            _say("horovod.torch", "mpiddp.horovod")
+        init(*args, **kwargs)
+
+    return saying
 
 
 def _attributes_of_package(package: str) -> Any:

@@ -220,3 +220,16 @@ def test_same_losses_with_apex(ranks: int) -> None:
     for mine in trained.values():
         assert mine["losses"] == pytest.approx(expected["losses"], rel=1e-5)
         assert mine["sum"] == pytest.approx(expected["sum"], rel=1e-4)
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("installed")
+def test_nothing_is_said_of_horovod_that_is_only_imported(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Libraries import it to see whether it is there. Said once by who begins it, see below."""
+    for module in NAMES:
+        importlib.import_module(module)
+    assert capfd.readouterr().err == ""
+    hvd = importlib.import_module("horovod.torch")
+    assert hvd.init is importlib.import_module("horovod.torch.mpi_ops").init
