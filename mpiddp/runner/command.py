@@ -98,6 +98,7 @@ def main(arguments: Sequence[str], name: str = NAME) -> int:
     try:
         _prepare(options, StartedRanks(communicator, topology, ending.fail))
         ending.watch_sigterm()
+        ending.finish_at_direct_exit()
         if options.data_parallel and topology.rank != 0:
             data_parallel.serve()
         else:

@@ -7,6 +7,7 @@
 | is interrupted (KeyboardInterrupt) | the same with 130 |
 | gets SIGTERM | is aborted at once with 143 |
 | calls sys.exit(n), n not 0 | is aborted with n after this rank's atexit functions, with a line |
+| calls os._exit(0) | ends when all ranks have; no atexit functions are called |
 
 A rank that calls sys.exit(0) while others wait for it looks like one that is late: they raise after
 the timeout of init_process_group.
@@ -21,9 +22,11 @@ import signal
 import sys
 import threading
 from types import FrameType
+from typing import NoReturn
 
 from mpiddp.mpi import uncaught
 from mpiddp.mpi.abort import abort_job, call_before_abort, time_limit
+from mpiddp.rendezvous import world
 from mpiddp.runner import output, trained_alone
 from mpiddp.runner.advice import advice_on
 from mpiddp.runner.program import without_own_frames
@@ -146,6 +149,30 @@ class JobExit:
     # For who replaces the handler, as mpiddp.preemption does, and gives children the one before.
     _terminate.in_children = signal.SIG_DFL  # type: ignore[attr-defined]
 
+    def finish_at_direct_exit(self) -> None:
+        """Let `os._exit(0)` of the program leave MPI first. Not collective.
+
+        It is the last line of scripts whose threads would not end. To a launcher a rank that leaves
+        MPI unfinished has failed. Children, and other threads, exit as ever.
+        """
+        plain = os._exit
+
+        def _exit(status: int) -> NoReturn:
+            caller = str(sys._getframe(1).f_globals.get("__name__"))
+            if (
+                status == 0
+                and os.getpid() == self._process_id
+                and threading.current_thread() is threading.main_thread()
+                and caller.partition(".")[0] != "mpiddp"
+            ):
+                with contextlib.suppress(Exception):
+                    world._stop_at_exit()
+                    self._at_exit()
+                    _finalize()
+            plain(status)
+
+        os._exit = _exit
+
     def _at_exit(self) -> None:
         if os.getpid() != self._process_id:
             return
@@ -154,3 +181,10 @@ class JobExit:
         if not self._status:
             trained_alone.say(self._rank, self._world_size)
         output.release()
+
+
+def _finalize() -> None:
+    from mpi4py import MPI
+
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()

@@ -442,3 +442,28 @@ def test_launcher_reads_whole_lines() -> None:
         read += chunk
     assert read.replace(b"[7] ", b"") == lines
     assert tagging.end() == (b"", b"")
+
+
+DIRECT = """
+import atexit, os, sys, threading, torch, torch.distributed as dist
+atexit.register(print, "never")
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print(total.item(), flush=True)
+child = os.fork()
+if child == 0:
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+{end}
+os._exit(0)
+"""
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("end", ["dist.destroy_process_group()", "pass"], ids=["ended", "left"])
+def test_direct_exit_is_no_failure(end: str) -> None:
+    """`os._exit(0)` as the last line: as under torchrun, without a page of the launcher's."""
+    done = launch("-c", DIRECT.format(end=end))
+    assert (done.returncode, done.stdout) == (0, "2.0\n2.0\n")
+    assert done.stderr == f"{REPLACED}\n"
