@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -12,7 +12,11 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from mpiddp.gpu.runtime import runtime_of
 from mpiddp.mpi import losses
+from mpiddp.reducer import model_check
 from mpiddp.reducer.bucket import supported_dtypes
+
+if TYPE_CHECKING:
+    from mpiddp.process_group.group import ProcessGroup
 
 _FLAGS = (
     "broadcast_buffers",
@@ -171,8 +175,42 @@ def check_shared_parameters(module: torch.nn.Module, arguments: Mapping[str, Any
             )
 
 
-def check_process_group(process_group: object, device_mesh: Any) -> None:
-    """Check that the given group, the mesh's or the world is one of mpiddp. Not collective.
+def compare(
+    group: ProcessGroup | None, module: torch.nn.Module, arguments: Mapping[str, Any]
+) -> None:
+    """Compare the arguments with which ranks send different things in construction. Collective.
+
+    Args:
+        group: the ranks; None: nothing is compared.
+        module: to be wrapped.
+        arguments: of the constructor.
+
+    Raises:
+        RuntimeError: they differ; the error names both values.
+    """
+    if group is None:
+        return
+    delayed = arguments["delay_all_reduce_named_params"]
+    last = arguments["param_to_hook_all_reduce"]
+    settings = {
+        "init_sync": bool(arguments["init_sync"]),
+        "delay_all_reduce_named_params": delayed and [str(name) for name, *_ in delayed],
+        "param_to_hook_all_reduce": next(
+            (name for name, parameter in module.named_parameters() if parameter is last), None
+        ),
+    }
+    with group.recorded(f"construction of DistributedDataParallel({type(module).__name__})"):
+        model_check.verify_equal_models(
+            group,
+            model_check.describe_settings(settings),
+            "construct DistributedDataParallel in different ways",
+        )
+
+
+def check_process_group(process_group: object, device_mesh: Any) -> ProcessGroup | None:
+    """Return the given group, the mesh's or the world, if it is of mpiddp. Not collective.
+
+    None for a mesh that torch's class refuses.
 
     Raises:
         TypeError: it is another backend's.
@@ -180,7 +218,7 @@ def check_process_group(process_group: object, device_mesh: Any) -> None:
     """
     if device_mesh is not None:
         if process_group is not None or device_mesh.ndim != 1:
-            return  # torch says what is wrong with these
+            return None  # torch says what is wrong with these
         process_group = device_mesh.get_group(mesh_dim=0)
     if process_group is None:
         if not dist.is_initialized():
@@ -194,3 +232,4 @@ def check_process_group(process_group: object, device_mesh: Any) -> None:
             f"DistributedDataParallel of mpiddp needs a process group of mpiddp, not "
             f"{name() if callable(name) else name}: start with mpiddp.init_process_group()"
         )
+    return process_group

@@ -232,7 +232,7 @@ class ContextGradients:
 
     def _raise(self, problem: str) -> NoReturn:
         message = (
-            f"rank {self._reducer.process_group.rank()}: in torch.distributed.autograd.backward of "
+            f"rank {self._reducer.process_group.me}: in torch.distributed.autograd.backward of "
             f"an mpiddp.DistributedDataParallel module: {problem}."
         )
         # torch's engine reduces an error from Python to the text "python_error".

@@ -58,7 +58,7 @@ class KeptParameters:
         module: torch.nn.Module,
         parameters: Sequence[torch.Tensor],
         describe: Callable[[int], str],
-        rank: int,
+        rank: str,
     ) -> None:
         self._parameters = parameters
         self._describe = describe

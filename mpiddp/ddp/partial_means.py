@@ -106,7 +106,7 @@ class PartialMeans:
         exchange: Callable[[float], list[float]]
         check: Callable[[], None]
         _meet: Callable[[str], None]
-        _world_rank: Callable[[int], int]
+        _world_rank: Callable[[int], str]
 
     def send_means_to_owners(self, wanted: bool) -> None:
         """Write means only where they are stepped, if the transport can and nobody reads the rest.
@@ -205,7 +205,7 @@ class PartialMeans:
                 self.asks = 0
                 self._make_whole()
                 return (
-                    f"rank {self.group.rank()}: a rank of this node has read .grad while rank "
+                    f"rank {self.group.me}: a rank of this node has read .grad while rank "
                     f"{self._world_rank(ranks[0])} added to gradients in a backward that is not "
                     f"reduced. Use NodeOptimizer(..., whole_gradients=True)"
                 )
@@ -309,7 +309,7 @@ class PartialMeans:
             self.check()
             if time.monotonic() > until:
                 raise RuntimeError(
-                    f"rank {self.group.rank()} has waited {self._timeout:g} s to read a gradient "
+                    f"rank {self.group.me} has waited {self._timeout:g} s to read a gradient "
                     f"of which rank {self._world_rank(owner)} has a part, and which it has not "
                     f"averaged"
                 )
@@ -318,7 +318,7 @@ class PartialMeans:
     def _gone(self, index: int) -> RuntimeError:
         name = self._names[id(self.parameters[index])]
         return RuntimeError(
-            f"rank {self.group.rank()}: .grad of parameter {name} was read where it is the mean "
+            f"rank {self.group.me}: .grad of parameter {name} was read where it is the mean "
             f"only in this rank's part, and the other parts are gone: read gradients after each "
             f"backward, before optimizer.step(), zero_grad() and any backward that is not "
             f"reduced, and not within join(). Or use NodeOptimizer(..., whole_gradients=True)"
@@ -362,7 +362,7 @@ class PartialMeans:
                 return
             if self.is_uneven():
                 raise RuntimeError(
-                    f"rank {self.group.rank()}: this backward adds to gradients that are means "
+                    f"rank {self.group.me}: this backward adds to gradients that are means "
                     f"only where this rank steps, and within join() other ranks may be without "
                     f"inputs: call zero_grad before it, or use "
                     f"NodeOptimizer(..., whole_gradients=True)"

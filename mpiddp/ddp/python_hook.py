@@ -113,7 +113,7 @@ class PythonHook:
 
     def _subject(self, reducer: ReducerState, bucket: Bucket) -> str:
         return (
-            f"rank {reducer.process_group.rank()}: the communication hook {hook_name(self.hook)}, "
+            f"rank {reducer.process_group.me}: the communication hook {hook_name(self.hook)}, "
             f"called for {reducer.describe_bucket(bucket)}"
         )
 

@@ -11,7 +11,7 @@ from mpiddp import settings
 from mpiddp.reducer import model_check
 
 if TYPE_CHECKING:
-    from mpiddp.ddp.torch_reducer import TorchReducer
+    from mpiddp.reducer.state import ReducerState
 
 __all__ = ["SameBits", "check_of", "word_for"]
 
@@ -28,7 +28,7 @@ class SameBits:
         # Whether other ranks may be without inputs, whose parameters are not stepped.
         self.is_uneven = False
 
-    def __call__(self, reducer: TorchReducer) -> None:
+    def __call__(self, reducer: ReducerState) -> None:
         """Compare, if it is time to. Collective, when a backward has been reduced.
 
         Raises:
@@ -45,7 +45,7 @@ class SameBits:
         found = model_check.differences(group, description)
         if found:
             raise RuntimeError(
-                f"rank {group.rank()}: after {reducer.reductions} reduced backward passes the "
+                f"rank {group.me}: after {reducer.reductions} reduced backward passes the "
                 f"ranks do not have the same parameters, of which these are digests: "
                 f"{'; '.join(found)}. "
                 f"Something has changed them on some ranks only, or an optimizer steps with "

@@ -53,7 +53,7 @@ class SecondBackward:
             return
         try:
             raise_second_backward(
-                self._missing, reducer.process_group.rank(), reducer.describe_parameter
+                self._missing, reducer.process_group.me, reducer.describe_parameter
             )
         except RuntimeError as error:
             reducer.note_error(error)

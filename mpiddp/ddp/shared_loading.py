@@ -63,7 +63,7 @@ def begin(shared: SharedParameters) -> None:
         return
     if not _loads.written:
         raise RuntimeError(
-            f"rank {shared.group.rank()}: parameters that the ranks of a node share are loaded by "
+            f"rank {shared.group.me}: parameters that the ranks of a node share are loaded by "
             f"load_state_dict, or by other functions within `with model.writing():`"
         )
     refuse_in_join(shared)
@@ -75,6 +75,6 @@ def refuse_in_join(shared: SharedParameters) -> None:
     """Raise RuntimeError where other ranks may be without inputs. Not collective."""
     if shared.is_uneven():
         raise RuntimeError(
-            f"rank {shared.group.rank()}: writing() changes parameters on all ranks, and "
+            f"rank {shared.group.me}: writing() changes parameters on all ranks, and "
             f"within join() some may be without inputs: do it before or after"
         )

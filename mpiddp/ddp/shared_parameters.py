@@ -95,7 +95,7 @@ class SharedParameters(PartialMeans):
         self.followers: list[weakref.WeakMethod[Follower]] = []
         with self._node() as node:
             self._meeting = NodeMeeting(node, crowded=nodes.is_crowded(node))
-            self._ranks: list[int] = node.allgather(group.rank())
+            self._ranks: list[str] = node.allgather(group.me)
             self.layouts = [
                 lay_out(bucket, self.parameters, node.Get_size()) for bucket in reducer.buckets
             ]
@@ -212,7 +212,7 @@ class SharedParameters(PartialMeans):
             return
         why = _WHY[self._reasons[failed]].format(rank=self._ranks[failed])
         raise RuntimeError(
-            f"{why}, and this rank {self.group.rank()} shares parameters with it. They may be half "
+            f"{why}, and this rank {self.group.me} shares parameters with it. They may be half "
             f"changed, so they are not used any more: start again from the last checkpoint"
         )
 
@@ -225,7 +225,7 @@ class SharedParameters(PartialMeans):
         number = next(n for n, version in enumerate(versions) if version != self._versions[n])
         name = self._names[id(self._shared[number])]
         raise RuntimeError(
-            f"rank {self.group.rank()}: parameter {name} was changed in place, and the ranks of "
+            f"rank {self.group.me}: parameter {name} was changed in place, and the ranks of "
             f"this node share it, so each of them has changed it. Step it with "
             f"mpiddp.optim.NodeOptimizer, and do other changes in `with model.writing():`"
         )
@@ -235,7 +235,7 @@ class SharedParameters(PartialMeans):
         for parameter, address in zip(self._shared, self._addresses, strict=True):
             if parameter.data_ptr() != address:
                 raise RuntimeError(
-                    f"rank {self.group.rank()}: parameter {self._names[id(parameter)]} does not "
+                    f"rank {self.group.me}: parameter {self._names[id(parameter)]} does not "
                     f"lie in the memory that the ranks of this node share any more: convert or "
                     f"move a module before it is wrapped, and leave `.data` alone"
                 )
@@ -274,7 +274,7 @@ class SharedParameters(PartialMeans):
         forks.check("step of a NodeOptimizer")
         if self._writing:
             raise RuntimeError(
-                f"rank {self.group.rank()}: step() within writing() would step this rank's private "
+                f"rank {self.group.me}: step() within writing() would step this rank's private "
                 f"copy of the parameters: leave writing() before it"
             )
         self.check_unwritten()
@@ -305,7 +305,7 @@ class SharedParameters(PartialMeans):
     def _compare(self, told: list[int], refused: str, explain: Callable[[], str]) -> str:
         if len({number >> 2 for number in told}) > 1:
             return explain()
-        return f"rank {self.group.rank()}: {refused}" if refused else ""
+        return f"rank {self.group.me}: {refused}" if refused else ""
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -344,7 +344,7 @@ class SharedParameters(PartialMeans):
             failed = [rank for rank, each in enumerate(self._meeting.numbers_of_all()) if each]
             if failed and len(failed) < self.ranks:
                 raise RuntimeError(
-                    f"rank {self.group.rank()}: a load into parameters that the ranks of this node "
+                    f"rank {self.group.me}: a load into parameters that the ranks of this node "
                     f"share raised on rank {self._world_rank(failed[0])}, and not on all ranks"
                 )
             if self.rank == 0:
@@ -368,10 +368,10 @@ class SharedParameters(PartialMeans):
         try:
             self._meeting.arrive(number)
             if not self._meeting.wait(self._timeout):
-                missing = ", ".join(str(self._ranks[rank]) for rank in self._meeting.missing())
+                missing = ", ".join(self._ranks[rank] for rank in self._meeting.missing())
                 self._fail(WAITED)
                 raise RuntimeError(
-                    f"rank {self.group.rank()} has waited {self._timeout:g} s in {where} for rank "
+                    f"rank {self.group.me} has waited {self._timeout:g} s in {where} for rank "
                     f"{missing}, with which it shares its parameters. All ranks of a node must "
                     f"call the same steps"
                 )
@@ -386,7 +386,7 @@ class SharedParameters(PartialMeans):
             self._reasons[self.rank] = reason
             self._meeting.fail()
 
-    def _world_rank(self, rank: int) -> int:
+    def _world_rank(self, rank: int) -> str:
         return self._ranks[rank]
 
     def _note_versions(self) -> None:

@@ -123,7 +123,7 @@ class TorchReducer(Reducer):
         self._allow_backward()
         if self.ends_by_hand and self.expecting and self.next_bucket == len(self.buckets):
             raise RuntimeError(
-                f"rank {self.process_group.rank()}: the last backward was not finalized. With "
+                f"rank {self.process_group.me}: the last backward was not finalized. With "
                 f"require_manual_backward_finalization call finalize_backward() after it, and "
                 f"before the next forward"
             )
@@ -179,7 +179,7 @@ class TorchReducer(Reducer):
             and accumulates(parameter)
         ]
         if late:
-            raise_second_backward(late, self.process_group.rank(), self.describe_parameter)
+            raise_second_backward(late, self.process_group.me, self.describe_parameter)
 
     @_notes_errors
     def end_of_backward(self) -> None:
@@ -263,7 +263,7 @@ class TorchReducer(Reducer):
             RuntimeError: nobody asked for that; there is nothing to finalize; or some gradient is
                 not there yet.
         """
-        rank = self.process_group.rank()
+        rank = self.process_group.me
         if not self.ends_by_hand:
             raise RuntimeError(
                 f"rank {rank}: finalize_backward() needs require_manual_backward_finalization = "

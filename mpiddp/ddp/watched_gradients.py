@@ -112,7 +112,7 @@ def _read(parameter: Any) -> Any:
     watcher = found[0]()
     # Dynamo looks at all of a parameter that it meets. What compiled code reads it reads later.
     reader = str(sys._getframe(1).f_globals.get("__name__"))
-    if watcher is None or reader.startswith("torch._dynamo."):
+    if watcher is None or reader.startswith(("torch._dynamo.", "torch._subclasses.")):
         return gradient
     return watcher.read(found[1], gradient)
 

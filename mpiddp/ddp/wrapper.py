@@ -160,7 +160,8 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
         argument_checks.check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
         if is_communicator(process_group):
             process_group = group_of(process_group)
-        argument_checks.check_process_group(process_group, device_mesh)
+        group = argument_checks.check_process_group(process_group, device_mesh)
+        argument_checks.compare(group, module, arguments)
         # Read by _build_params_for_reducer, which torch's constructor calls.
         object.__setattr__(self, "_verify_models", bool(init_sync))
         # As in torch: synchronising at forward says nothing about construction.
@@ -306,7 +307,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
             raise
         weakref.finalize(self.reducer, group.release_channels, channels).atexit = False
         group.modules.add(self.reducer, type(self.module).__name__)
-        self.reducer.kept = KeptParameters(self.module, parameters, names.describe, group.rank())
+        self.reducer.kept = KeptParameters(self.module, parameters, names.describe, group.me)
         self.reducer.passes = ForwardPasses()
         self.reducer.ends_by_hand = self._require_manual_backward_finalization
         self.logger = Logger(self.reducer, limits[-1])
@@ -434,7 +435,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
             or self._shared_parameters is not None
         ):
             raise RuntimeError(
-                f"rank {old.rank()}: the process group of this {type(self).__name__} has been "
+                f"rank {old.me}: the process group of this {type(self).__name__} has been "
                 f"destroyed. Its communicators are gone: wrap the module again, "
                 f"`{type(self).__name__}(wrapped.module)`"
             )

@@ -85,7 +85,7 @@ class Comparison:
     def explain(self) -> str:
         """Return how the ranks differ, in words. Collective: all of them know that they do."""
         found = model_check.differences(self._group, self._description)
-        return _complaint(self._group.rank(), "step", found)
+        return _complaint(self._group.me, "step", found)
 
     def finish(self) -> None:
         """Raise on all ranks if those of other nodes step with something else. Collective.
@@ -127,10 +127,10 @@ def compare_groups(
         description |= describe_group(number, group)
     found = model_check.differences(shared.group, description)
     if found:
-        raise RuntimeError(_complaint(shared.group.rank(), "make a NodeOptimizer", found))
+        raise RuntimeError(_complaint(shared.group.me, "make a NodeOptimizer", found))
 
 
-def _complaint(rank: int, what: str, found: Iterable[str]) -> str:
+def _complaint(rank: str, what: str, found: Iterable[str]) -> str:
     return (
         f"rank {rank}: the ranks {what} with different settings, and each of them steps a part of "
         f"one model: {'; '.join(found)}. All ranks must have the same, as a learning rate that "

@@ -85,7 +85,7 @@ class WholeState(torch.optim.Optimizer):
             for group, given in zip(groups, self._given, strict=True)
         ):
             raise RuntimeError(
-                f"rank {self._shared.group.rank()}: param_groups of a NodeOptimizer were changed. "
+                f"rank {self._shared.group.me}: param_groups of a NodeOptimizer were changed. "
                 f"Parameters may be removed from a group's 'params' and put back there; others "
                 f"are added by add_param_group"
             )

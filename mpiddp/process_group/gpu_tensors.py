@@ -336,7 +336,7 @@ def _wait(group: RunningGroup, name: str, device: torch.device, event: Event) ->
         waited = clock.now() - began
         if waited > limit:
             raise RuntimeError(
-                f"rank {group.rank()} of {group.size()}: {name} on process group "
+                f"rank {group.rank()} of {group.own_size}: {name} on process group "
                 f"{group.group_name or 'world'!r} has waited {limit:g} s for what the current "
                 f"stream of {device} has to do before it"
             )

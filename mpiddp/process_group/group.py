@@ -46,6 +46,7 @@ from mpiddp.process_group.monitored_barrier import MonitoredBarrier
 from mpiddp.process_group.overloads import also_called_with
 from mpiddp.process_group.state_broadcast import StateBroadcast
 from mpiddp.process_group.watchdog import ended_with_block
+from mpiddp.process_group.work import with_peer
 from mpiddp.torch_internals.compiler import skip_compilation
 from mpiddp.transports.channel_pool import ChannelPool
 
@@ -430,9 +431,8 @@ class ProcessGroup(CallHooks):
         Raises:
             ValueError: there is no such rank, or MPI has no such tag.
         """
-        return self._start(
-            "send", point_to_point.send, (tensors, to, tag), None, tensors, message=True
-        )
+        what = ("send", point_to_point.send, (tensors, to, tag), None, tensors)
+        return with_peer(self._start(*what, message=True), to)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> TorchWork:
         """Receive tensors from a rank of the group, as dist.irecv does. Not collective.
@@ -444,7 +444,8 @@ class ProcessGroup(CallHooks):
         """
         function = point_to_point.receive
         name = "recvAnySource" if source == point_to_point.ANY_SOURCE else "recv"
-        return self._start(name, function, (tensors, source, tag), None, tensors, message=True)
+        what = (name, function, (tensors, source, tag), None, tensors)
+        return with_peer(self._start(*what, message=True), source)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> TorchWork:
         """Receive tensors from any rank; the Work's source_rank says from which.

@@ -45,6 +45,10 @@ class BreakableGroup(Protocol):
         """Return the number of ranks."""
 
     @property
+    def own_size(self) -> str:
+        """How many ranks there are, for messages."""
+
+    @property
     def group_name(self) -> str:
         """The name that torch.distributed gave to this group."""
 
@@ -152,7 +156,7 @@ class GroupState:
         group = self._group
         self.break_by(number, f"collective {number} does not fit together. {told}")
         return RuntimeError(
-            f"rank {group.rank()} of {group.size()}: {name}, collective {number} of process "
+            f"rank {group.rank()} of {group.own_size}: {name}, collective {number} of process "
             f"group {group.group_name or 'world'!r}, does not fit what other ranks have "
             f"called. {told}. The group is broken"
         )
@@ -224,7 +228,7 @@ class GroupState:
         reason = self.reason or "an operation has failed on another rank, whose error says why"
         verb, missing = ("end", f"{missing} ") if missing else ("run", "")
         return RuntimeError(
-            f"rank {group.rank()} of {group.size()}: {name} on process group "
+            f"rank {group.rank()} of {group.own_size}: {name} on process group "
             f"{group.group_name or 'world'!r} cannot {verb}, because the group is broken: "
             f"{reason}. {missing}The ranks may be at different operations. To go on, make a new "
             f"group on all ranks (torch.distributed.new_group); nothing is sent in this one any "

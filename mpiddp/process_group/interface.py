@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -65,6 +65,13 @@ class CountedGroup(Protocol):
 
 class RunningGroup(CountedGroup, Group, Protocol):
     """A group that starts operations, waits for them and counts them."""
+
+    @property
+    def own_size(self) -> str:
+        """How many ranks there are, for messages."""
+
+    def describe_ranks(self, members: Iterable[int]) -> str:
+        """Return words such as "ranks 0 to 3 and 7"."""
 
     @property
     def engine(self) -> Engine:

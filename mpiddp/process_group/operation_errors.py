@@ -46,6 +46,18 @@ class OperationErrors(dist.ProcessGroup):
         """Return words such as "ranks 0 to 3 and 7" for ranks in the group. Not collective."""
         return ranks_in_words(self.world_ranks, members)
 
+    @property
+    def me(self) -> str:
+        """This rank's number in the world, for messages: "3 of the world" in a part of it."""
+        known = list(self.world_ranks)
+        return f"{known[self._rank]}{'' if known == list(range(len(known))) else ' of the world'}"
+
+    @property
+    def own_size(self) -> str:
+        """How many ranks there are, for messages: "2, world rank 3" in a part of the world."""
+        own = self.describe_ranks([self._rank])
+        return f"{self._size}, {own}" if own.startswith("world") else str(self._size)
+
     def hear(self, reason: str) -> None:
         """Take from another rank that the group is broken. In any thread."""
         self.state.hear(reason)
@@ -71,7 +83,7 @@ class OperationErrors(dist.ProcessGroup):
             if self.roll_call is not None:
                 self.roll_call.alert(self)
         words = (
-            f"rank {self.rank()} of {self.size()}: {name} on process group "
+            f"rank {self.rank()} of {self.own_size}: {name} on process group "
             f"{self.group_name or 'world'!r} has waited {seconds:g} s for other ranks, and its "
             f"timeout is over. "
             f"{missing}"
@@ -110,7 +122,7 @@ class OperationErrors(dist.ProcessGroup):
         # Sizes of an all_gather that differ need not be what failed, where MPI does not say.
         fits = "may not" if kind == MPI.ERR_OTHER and may_be_right else "does not"
         words = (
-            f"rank {self.rank()} of {self.size()}: what other ranks have sent for collective "
+            f"rank {self.rank()} of {self.own_size}: what other ranks have sent for collective "
             f"{number} of process group {self.group_name or 'world'!r} {fits} fit here. "
             f"{told or 'The ranks have called different collectives, or with different tensors'}. "
         )
@@ -128,7 +140,7 @@ class OperationErrors(dist.ProcessGroup):
         """
         self.state.break_by(self.entered, f"in {name}, {words}")
         where = f"{name} on process group {self.group_name or 'world'!r}"
-        return RuntimeError(f"rank {self._rank} of {self._size}: {where}: {words}")
+        return RuntimeError(f"rank {self._rank} of {self.own_size}: {where}: {words}")
 
     def _broken_meanwhile(self, name: str, number: int | None) -> RuntimeError:
         """Return the error of an operation that waits in a group that another rank has broken."""

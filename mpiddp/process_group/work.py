@@ -63,12 +63,14 @@ class Work(TorchWork):
     Attributes:
         event: its event in the profiler, if that runs.
         record: its record in the flight recorder, -1 for none.
+        peer: of a message, the other rank in the group; below 0: any.
         block: in which the ranks compare their calls, beside the data; None where there is none.
     """
 
     event: Event | None = None
     record = -1
     block: SentBlock | None = None
+    peer: int | None = None
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class Work(TorchWork):
         """
         seconds = timeout.total_seconds() if timeout > NOT_GIVEN else self._seconds
         if not self.wait_for_end(seconds):
-            raise self._group.timed_out(self.name, seconds, self.number, gives_up=False)
+            raise self._group.timed_out(self._told(), seconds, self.number, gives_up=False)
         if self._error is not None:
             raise self._error
         return True
@@ -273,8 +275,15 @@ class Work(TorchWork):
             self._fail(RuntimeError(f"{self.name} was interrupted while its results were written"))
             raise
 
+    def _told(self) -> str:
+        """Return what errors call it: of a message also the other rank."""
+        if self.peer is None:
+            return self.name
+        other = "any rank" if self.peer < 0 else self._group.describe_ranks([self.peer])
+        return f"{self.name} {'to' if self.name == 'send' else 'from'} {other}"
+
     def _give_up(self) -> None:
-        self._fail(self._group.timed_out(self.name, self._seconds, self.number))
+        self._fail(self._group.timed_out(self._told(), self._seconds, self.number))
 
     def _fail(self, error: Exception) -> None:
         for pending in self.pending:
@@ -382,3 +391,10 @@ def each_of(works: list[Work]) -> Operation:
     for work in works:
         Work.wait(work)  # in any thread: no stream must wait here
     return [tensor for work in works for tensor in work.result()]
+
+
+def with_peer(work: TorchWork, peer: int) -> TorchWork:
+    """Return the Work of a message, which knows the other rank. Not collective."""
+    if isinstance(work, Work):
+        work.peer = peer
+    return work

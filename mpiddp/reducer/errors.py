@@ -55,7 +55,7 @@ def raise_missing_gradients(
         for pair in pairs:
             where.setdefault(pair, []).append(rank)
     shown = [
-        f"{describe_parameter(index)}, bucket {bucket}, on {_ranks(ranks)}"
+        f"{describe_parameter(index)}, bucket {bucket}, on {ranks_of(process_group, ranks)}"
         for (index, bucket), ranks in sorted(where.items())
     ]
     rest = f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
@@ -74,8 +74,8 @@ def raise_missing_gradients(
     own = [index for index, _ in missing]
     raise RuntimeError(
         f"{_UNFINISHED}{' ' + _GRAPH_CHANGED if static_graph else ''}"
-        f"{_without_gradient(process_group.rank(), own)}"
-        f"{_named_without_gradient(process_group.rank(), own, name_parameter)}\n"
+        f"{_without_gradient(process_group.me, own)}"
+        f"{_named_without_gradient(process_group.me, own, name_parameter)}\n"
         f"These parameters got no gradient in the last backward: "
         f"{'; '.join(shown[:_SHOWN])}{rest}. "
         f"The others were averaged, with zeros for what was missing. {advice}.{_more()}"
@@ -105,7 +105,7 @@ def raise_unfinished(
     rest = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
     raise RuntimeError(
         f"{_UNFINISHED}{' ' + _GRAPH_CHANGED if static_graph else ''}"
-        f"{_without_gradient(rank, left)}\n"
+        f"{_without_gradient(str(rank), left)}\n"
         f"the previous backward pass ended before all gradients were reduced: "
         f"{count - len(left)} of {count} parameters had theirs"
         f"{', but not ' if shown else ''}{', '.join(shown)}{rest}. "
@@ -116,7 +116,7 @@ def raise_unfinished(
     )
 
 
-def _without_gradient(rank: int, indices: Sequence[int]) -> str:
+def _without_gradient(rank: str, indices: Sequence[int]) -> str:
     if not indices:
         return ""
     listed = " ".join(map(str, indices))
@@ -124,7 +124,7 @@ def _without_gradient(rank: int, indices: Sequence[int]) -> str:
 
 
 def _named_without_gradient(
-    rank: int, indices: Sequence[int], name_parameter: Callable[[int], str]
+    rank: str, indices: Sequence[int], name_parameter: Callable[[int], str]
 ) -> str:
     if not indices:
         return ""
@@ -177,7 +177,7 @@ def raise_used_again(parameter: str, static_graph: bool, skipped: bool) -> NoRet
 
 
 def raise_second_backward(
-    parameters: Sequence[int], rank: int, describe_parameter: Callable[[int], str]
+    parameters: Sequence[int], rank: str, describe_parameter: Callable[[int], str]
 ) -> NoReturn:
     """Raise for a backward after the one whose gradients were averaged. Not collective.
 
@@ -227,7 +227,7 @@ def raise_no_view(process_group: ProcessGroup, parameter: str) -> NoReturn:
         RuntimeError: always.
     """
     raise RuntimeError(
-        f"rank {process_group.rank()}: the gradient of {parameter} was replaced, or its data was, "
+        f"rank {process_group.me}: the gradient of {parameter} was replaced, or its data was, "
         f"after it had been taken to be averaged. It is expected to be a view of its bucket, as "
         f"gradient_as_bucket_view=True says. Change gradients in hooks that "
         f"register_post_accumulate_grad_hook adds to this very parameter, or after backward."
@@ -281,7 +281,7 @@ def raise_timed_out(reducer: DescribedReducer, bucket: Bucket, missing: str) -> 
     group = reducer.process_group
     written = files.dump_for(f"{reducer.describe_bucket(bucket)} has waited in vain. {missing}")
     raise RuntimeError(
-        f"rank {group.rank()}: the all-reduce of {reducer.describe_bucket(bucket)} has waited "
+        f"rank {group.me}: the all-reduce of {reducer.describe_bucket(bucket)} has waited "
         f"{group.timeout.total_seconds():g} s for other ranks. {missing} Likely causes: a rank "
         f"skipped this backward pass or left the training loop early (uneven numbers of batches: "
         f"train inside of `with model.join():`), a rank has failed or hangs elsewhere, or one rank "
@@ -289,8 +289,10 @@ def raise_timed_out(reducer: DescribedReducer, bucket: Bucket, missing: str) -> 
     )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    listed = ", ".join(map(str, ranks[:_SHOWN]))
-    return f"ranks {listed}" + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+def ranks_of(group: ProcessGroup, ranks: Sequence[int]) -> str:
+    """Return words for ranks of a group: their numbers in the world. Not collective."""
+    known = list(group.world_ranks)
+    listed = ", ".join(str(known[rank]) for rank in ranks[:_SHOWN])
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    of_world = "" if known == list(range(len(known))) else " of the world"
+    return f"rank{'s' * (len(ranks) > 1)} {listed}{more}{of_world}"

@@ -129,7 +129,7 @@ def report(reducer: ReducerState) -> None:
     else:
         parameters = ""
     raise RuntimeError(
-        f"rank {group.rank()}: the ranks are out of step. Forward passes without a backward: "
+        f"rank {group.me}: the ranks are out of step. Forward passes without a backward: "
         f"{_losses(group, [(lost, begun) for lost, begun, _ in everyone])}. "
         f"{parameters}A rank that leaves a step out (it catches an exception of forward, or does "
         f"not call backward) is out of step from then on: leave a step out on all ranks or on "

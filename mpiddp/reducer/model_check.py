@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._distributed_c10d import AllgatherOptions
 
-from mpiddp.reducer.errors import _SHOWN, _ranks
+from mpiddp.reducer.errors import _SHOWN, ranks_of
 
 if TYPE_CHECKING:
     from mpiddp.process_group.group import ProcessGroup
@@ -77,7 +77,7 @@ def verify_equal_models(
     found = differences(process_group, description)
     if found:
         raise RuntimeError(
-            f"rank {process_group.rank()}: the ranks {complaint}, so their gradients cannot be "
+            f"rank {process_group.me}: the ranks {complaint}, so their gradients cannot be "
             f"averaged. " + "; ".join(found)
         )
 
@@ -105,7 +105,7 @@ def differences(process_group: ProcessGroup, description: Mapping[str, str]) -> 
     if (digests.view(process_group.size(), -1) == own).all():
         # The same on this rank as on all others, hence the same on all.
         return []
-    return _differences(process_group.allgather_objects(items))[:_SHOWN]
+    return _differences(process_group, process_group.allgather_objects(items))[:_SHOWN]
 
 
 def verify_unchanged(reducer: ReducerState) -> None:
@@ -128,19 +128,19 @@ def verify_unchanged(reducer: ReducerState) -> None:
     )
 
 
-def _differences(everyone: Sequence[Sequence[tuple[str, str]]]) -> list[str]:
-    """Name what differs from rank 0, with the ranks on which it does."""
-    reference = dict(everyone[0])
+def _differences(group: ProcessGroup, everyone: Sequence[Sequence[tuple[str, str]]]) -> list[str]:
+    """Name what differs from the first rank, with the ranks on which it does."""
+    reference, first = dict(everyone[0]), ranks_of(group, [0])
     found: dict[str, list[int]] = {}
     for rank, items in enumerate(everyone):
         own = dict(items)
         for name in [*reference, *(name for name in own if name not in reference)]:
             ours, theirs = reference.get(name, "absent"), own.get(name, "absent")
             if ours != theirs:
-                found.setdefault(f"{name} is {theirs} but {ours} on rank 0", []).append(rank)
+                found.setdefault(f"{name} is {theirs} but {ours} on {first}", []).append(rank)
         if own == reference and list(own) != list(reference):
             found.setdefault("parameters are registered in another order", []).append(rank)
-    return [f"on {_ranks(ranks)} {what}" for what, ranks in found.items()]
+    return [f"on {ranks_of(group, ranks)} {what}" for what, ranks in found.items()]
 
 
 def describe_settings(settings: Mapping[str, Any]) -> dict[str, str]:

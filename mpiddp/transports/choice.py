@@ -183,13 +183,16 @@ class WirePlan:
     group: int
 
 
-def plan_wire(nodes: int, way: str | None = None, lanes: int = 1) -> WirePlan:
+def plan_wire(
+    nodes: int, way: str | None = None, lanes: int = 1, called: str = "nodes"
+) -> WirePlan:
     """Return how chunks travel between so many nodes. Not collective.
 
     Args:
         nodes: how many.
         way: that all chunks take; None: what MPIDDP_WIRE says.
         lanes: how many ranks of each node send at once.
+        called: what errors call the nodes.
 
     Raises:
         ValueError: two levels were asked for, and the nodes make no groups of equal size.
@@ -199,7 +202,7 @@ def plan_wire(nodes: int, way: str | None = None, lanes: int = 1) -> WirePlan:
     group = 1
     ways = {}
     for element_bytes in (2, 4, 8):
-        table = thresholds(nodes, element_bytes, chunk_bytes, way)
+        table = thresholds(nodes, element_bytes, chunk_bytes, way, called)
         ways[element_bytes] = [(smallest, way.name) for smallest, way in table]
         group = max([group, *(way.group for _, way in table if way.name == TWO_LEVEL)])
     # Slices that are all equally long need no copy.
@@ -212,7 +215,10 @@ def _make_iallreduce(communicator: MPI.Comm, node_count: int) -> MessageTranspor
 
 
 def _make_exchange(communicator: MPI.Comm, node_count: int) -> MessageTransport:
-    return _make_messages(communicator, plan_wire(communicator.Get_size()))
+    return _make_messages(
+        communicator,
+        plan_wire(communicator.Get_size(), called="ranks"),
+    )
 
 
 def _make_messages(communicator: MPI.Comm, plan: WirePlan) -> MessageTransport:

@@ -67,7 +67,9 @@ def groups_of(nodes: int) -> int | None:
     return max(small, default=None)
 
 
-def choose(nodes: int, chunk_bytes: int, element_bytes: int, override: str | None) -> Way:
+def choose(
+    nodes: int, chunk_bytes: int, element_bytes: int, override: str | None, called: str = "nodes"
+) -> Way:
     """Return how a chunk travels, see Note [Which way]. Not collective.
 
     Args:
@@ -75,6 +77,7 @@ def choose(nodes: int, chunk_bytes: int, element_bytes: int, override: str | Non
         chunk_bytes: of the gradients, in their own type.
         element_bytes: of an element of that type; 2 is added in float32.
         override: one of `WAYS` to ask for it; None or "auto" chooses.
+        called: what errors call the nodes: ranks where each of them sends for itself.
 
     Raises:
         ValueError: "two-level" is asked for where the nodes make no groups of equal size.
@@ -86,8 +89,8 @@ def choose(nodes: int, chunk_bytes: int, element_bytes: int, override: str | Non
     if override not in (None, "auto"):
         if override not in possible:
             raise ValueError(
-                f"MPIDDP_WIRE is {override}, but {nodes} nodes make no groups of equal size with "
-                f"two or more each; take another number of nodes, or auto"
+                f"MPIDDP_WIRE is {override}, but {nodes} {called} make no groups of equal size "
+                f"with two or more each; take another number of {called}, or auto"
             )
         return Way(override, possible[override], "asked for")
     costs = {
@@ -104,7 +107,7 @@ def choose(nodes: int, chunk_bytes: int, element_bytes: int, override: str | Non
 
 
 def thresholds(
-    nodes: int, element_bytes: int, largest: int, override: str | None
+    nodes: int, element_bytes: int, largest: int, override: str | None, called: str = "nodes"
 ) -> list[tuple[int, Way]]:
     """Return which way is taken from which chunk size on, as a table to look sizes up in.
 
@@ -116,13 +119,14 @@ def thresholds(
         element_bytes: of an element.
         largest: chunk in bytes.
         override: as for `choose`.
+        called: as for `choose`.
 
     Raises:
         ValueError: as `choose` does.
     """
     table: list[tuple[int, Way]] = []
     for size in [0] + [1 << power for power in range(largest.bit_length())]:
-        way = choose(nodes, size, element_bytes, override)
+        way = choose(nodes, size, element_bytes, override, called)
         if not table or way.name != table[-1][1].name:
             table.append((size, way))
     return table
