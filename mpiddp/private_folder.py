@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from pathlib import Path
 
 __all__ = ["private_folder"]
@@ -20,14 +21,17 @@ def private_folder(path: Path) -> Path:
 
     Raises:
         PermissionError: it is another user's, or a link.
-        OSError: it cannot be made.
+        OSError: it cannot be made, or it is a file of this user's.
     """
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError as error:
-        raise PermissionError(f"{path} is no folder that this user can use: {error}") from error
+    except NotADirectoryError as error:
+        status = os.lstat(path)
+        if status.st_uid == os.geteuid() and not stat.S_ISLNK(status.st_mode):
+            raise
+        raise PermissionError(f"{path} is no folder that this user has made") from error
     try:
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid():

@@ -166,7 +166,7 @@ def test_waiting_too_short_and_then_long_enough() -> None:
         received = torch.zeros(2)
         work = dist.irecv(received, 1)
         began = time.monotonic()
-        with pytest.raises(RuntimeError, match=r"recv from rank 1 on process group .* has waited 0\.2 s"):
+        with pytest.raises(RuntimeError, match=r"recv from rank 1 .* has waited 0\.2 s"):
             work.wait(timedelta(seconds=0.2))
         assert time.monotonic() - began > 0.19
         assert not work.is_completed()

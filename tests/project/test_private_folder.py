@@ -42,10 +42,10 @@ def test_made_and_taken(shared: Path) -> None:
 def test_a_link(shared: Path) -> None:
     (shared / "elsewhere").mkdir()
     (shared / "mine").symlink_to(shared / "elsewhere")
-    with pytest.raises(PermissionError, match="no folder that this user can use"):
+    with pytest.raises(PermissionError, match="no folder that this user has made"):
         private_folder(shared / "mine")
     (shared / "file").touch()
-    with pytest.raises(PermissionError, match="no folder that this user can use"):
+    with pytest.raises(NotADirectoryError):
         private_folder(shared / "file")
 
 
