@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_c10d import AllreduceOptions, ReduceOp
+from torch._C._distributed_c10d import AllreduceOptions
+from torch.distributed import ReduceOp
 
 from mpiddp.reducer import model_check
 

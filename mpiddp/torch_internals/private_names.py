@@ -104,7 +104,7 @@ PRIVATE_NAMES = [
     *_names(
         _C10D,
         "AllreduceOptions",
-        "horovod/execution process_group/group transports/channel_pool",
+        "horovod/execution optim/same_settings process_group/group transports/channel_pool",
         _HIDDEN,
     ),
     *_names(
@@ -194,7 +194,7 @@ PRIVATE_NAMES = [
     *_names(
         "torch.", "_foreach_mul_", "optim/uneven_steps", "scales gradients as torch's clip does"
     ),
-    *_names("torch.", "_foreach_norm", "optim/node_optimizer", "norms as torch's clip takes them"),
+    *_names("torch.", "_foreach_norm", "optim/members", "norms as torch's clip takes them"),
     *_names("torch.", "_foreach_zero_", "reducer/gpu_bucket", "zeros in many tensors on a GPU"),
     *_names(
         "torch.",
