@@ -65,6 +65,7 @@ def sharded():
     return {"a": distribute_tensor(torch.ones(4 * SIZE), mesh, [Shard(0)])}
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("state", [plain, sharded])
 @pytest.mark.parametrize("call", ["save", "async_save"])

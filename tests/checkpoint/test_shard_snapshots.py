@@ -323,6 +323,7 @@ def test_no_state_to_fill(node):
         snapshots.load()
 
 
+@pytest.mark.thorough
 @pytest.mark.essential
 def test_beside_an_asynchronous_save(node, mpi_tmp_path):
     """Two threads call collectives, in another order on each rank, and so does training."""

@@ -172,7 +172,7 @@ def wrap_both(
 
 @pytest.mark.essential(keep=6)
 @pytest.mark.smoke(keep=2)
-@pytest.mark.thorough(keep=8)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("name", HOOKS)
 def test_as_torch(name, views, gloo):
     given = HOOKS[name]

@@ -91,7 +91,7 @@ def train(run: Callable[..., Tensor], wrapped: nn.Module, net: nn.Module, steps:
 
 
 @pytest.mark.essential(keep=1)
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("cap", "views"), [(None, False), (2, True)], ids=str)
 def test_graphs_end_where_buckets_do(cap, views, gloo):
     """As many compiled graphs as with torch's class, one for each of our buckets."""

@@ -140,6 +140,7 @@ def test_wrapped_again(views):
         gc.collect()
 
 
+@pytest.mark.thorough(keep=1)
 def test_many_models_in_a_row(views):
     """Two hundred models, one after the other, share a few communicators."""
     gc.collect()

@@ -161,6 +161,7 @@ def test_a_join_collects_garbage_only_where_it_must():
         assert rounds == [0, 0, 0]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_an_optimizer_that_is_garbage_on_some_ranks_only(steps):
     """It is in a circle of references, and the collector has run on the last rank."""

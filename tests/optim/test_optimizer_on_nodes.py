@@ -70,7 +70,7 @@ def test_communication_hooks(hook: str) -> None:
     assert_same_parameters(models[1][0], models[0][0])
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("name", ["momentum", "AdamW"])
 def test_after_200_steps(name: str, group: dist.ProcessGroup) -> None:
     """The same bits on all nodes, and as plain DDP has them."""

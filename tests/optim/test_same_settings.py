@@ -93,6 +93,7 @@ def drop_gradient(optimizer: NodeOptimizer) -> None:
     optimizer.param_groups[0]["params"][0 if ODD else 1].grad = None
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.essential(keep=1)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
@@ -143,6 +144,7 @@ def test_the_same_changes(group: dist.ProcessGroup) -> None:
     assert_same_bits(model.named_parameters())
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("what", ["lr", "groups", "fused", "class", "whole_gradients", "added"])
 def test_an_optimizer_made_in_other_ways(group: dist.ProcessGroup, what: str) -> None:

@@ -58,6 +58,7 @@ def test_all_stop_at_one_step(who, number):
         assert preemption.requested()
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("seed", range(3))
 def test_ranks_that_do_not_wait_for_each_other(seed):
     """They are in steps far from each other when the signal comes."""

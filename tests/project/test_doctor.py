@@ -72,6 +72,7 @@ def mpiddp_version() -> str:
     return metadata.version("mpiddp")
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(100)
 def test_too_many_threads_as_json() -> None:
     """The most common fault of all: each rank with a thread for each core, and on one core here."""

@@ -368,6 +368,7 @@ def test_two_models(how, gloo):
         assert_same_training(ours, theirs, [], [])
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("how", ["initial size together", "remaining size together"])
 @WAYS
 def test_two_models_in_one_backward(transport, how, views):

@@ -95,6 +95,7 @@ def twice_nested(inner: Callable[[], None]) -> None:
     in_hook_of_leaf(between)
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.essential(keep=2)
 @pytest.mark.parametrize("nest", [in_hook_of_leaf, in_hook_of_result, in_function, twice_nested])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -118,6 +119,7 @@ def test_averaged_when_the_inner_backward_ends(options, nest, gloo):
         assert_replicated(pair[0])
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("nest", [in_hook_of_leaf, twice_nested])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_averaged_where_no_output_is_found(options, nest, gloo):
@@ -141,6 +143,7 @@ def test_averaged_where_no_output_is_found(options, nest, gloo):
         assert_replicated(model)
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("synchronised", [True, False])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_several_inner_passes_of_one_step(options, synchronised, gloo):

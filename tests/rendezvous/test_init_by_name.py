@@ -71,6 +71,7 @@ def start(folder: Path, source: str, env: Mapping[str, str]) -> subprocess.Compl
     return done
 
 
+@pytest.mark.thorough
 @pytest.mark.smoke
 def test_each_way_to_ask(tmp_path: Path) -> None:
     source = """

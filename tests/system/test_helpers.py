@@ -95,7 +95,7 @@ class Two(nn.Module):
         return torch.cat([self.large, self.small])
 
 
-@pytest.mark.thorough(keep=8)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("compression", [None, torch.bfloat16])
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -94,7 +94,7 @@ def gradient_of(rank: int, step: int, elements: int, dtype: torch.dtype) -> Tens
 
 @pytest.mark.essential(keep=4)
 @pytest.mark.smoke(keep=1)
-@pytest.mark.thorough(keep=24)
+@pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("elements", [1, 2, 3, 5, 1000, 300_001, 700_001])
 @pytest.mark.mpi(min_size=2)

@@ -37,7 +37,7 @@ def test_lanes_are_used(group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.essential(keep=4)
-@pytest.mark.thorough(keep=10)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(
     "dtype",
     [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64],
@@ -62,7 +62,7 @@ def test_same_as_mpi(group: dist.ProcessGroup, elements: int, dtype: torch.dtype
 
 
 @pytest.mark.essential(keep=1)
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=1)
 def test_many_buckets(group: dist.ProcessGroup, views: bool) -> None:
     """More than the window holds, of one chunk and of several, with late ranks."""
     model = mlp(40, 900, 900, 30, 700, 1000, 10, dtype=torch.float32)

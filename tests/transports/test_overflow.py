@@ -94,7 +94,7 @@ def gradients(dtype: torch.dtype, elements: int) -> torch.Tensor:
 
 
 @pytest.mark.essential(keep=2)
-@pytest.mark.thorough(keep=12)
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("elements", [50, 300_001])
 def test_means_of_large_numbers(
@@ -126,7 +126,7 @@ def test_means_of_large_numbers(
         assert torch.equal(real(ours)[kept], exact[kept])
 
 
-@pytest.mark.thorough(keep=12)
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_subnormal_numbers_keep_their_digits(
     settings: dict[str, object], dtype: torch.dtype
@@ -144,7 +144,7 @@ def test_subnormal_numbers_keep_their_digits(
         assert torch.equal(ours, gradient)
 
 
-@pytest.mark.thorough(keep=12)
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_not_finite_arrives(settings: dict[str, object], dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max

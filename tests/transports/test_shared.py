@@ -47,6 +47,7 @@ class TestMemory:
         MPI.COMM_WORLD.Barrier()
         assert [piece[4096] for piece in pieces] == [10 + rank for rank in range(SIZE)]
 
+    @pytest.mark.thorough
     @pytest.mark.essential
     def test_nothing_is_left(self) -> None:
         from mpi4py import MPI
@@ -99,6 +100,7 @@ class TestMemory:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert (descriptors(), mappings()) == before
 
+    @pytest.mark.thorough
     def test_gradients_outlive_their_model(self) -> None:
         DDP(nn.Linear(1, 1), transport="shared")  # has the memory made that groups keep
         gc.collect()
