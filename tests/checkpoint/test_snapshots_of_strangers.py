@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,14 +16,12 @@ WEIGHTS = torch.full((1000,), 42.0)
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Path:
+def shared() -> Iterator[Path]:
     """Return a folder with the modes of /dev/shm, which another user can reach."""
-    folder = tmp_path / "shm"
-    folder.mkdir()
-    folder.chmod(0o1777)
-    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        parent.chmod(parent.stat().st_mode | 0o011)
-    return folder
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o1777)
+        yield folder
 
 
 @pytest.fixture

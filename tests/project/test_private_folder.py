@@ -3,6 +3,8 @@
 import os
 import pickle
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +18,12 @@ two_users = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two u
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Path:
+def shared() -> Iterator[Path]:
     """Return a folder with the modes of /tmp, which another user can reach."""
-    folder = tmp_path / "tmp"
-    folder.mkdir()
-    folder.chmod(0o1777)
-    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        parent.chmod(parent.stat().st_mode | 0o011)
-    return folder
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o1777)
+        yield folder
 
 
 def make_as_nobody(folder: Path) -> None:
