@@ -1,26 +1,20 @@
 """In node memory all users may write: none reads a snapshot, and no other's folder is used."""
 
-import os
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from two_users import as_nobody, open_to_all, two_users
 
 from mpiddp.checkpoint import Snapshots
 
-NOBODY = 65534
 WEIGHTS = torch.full((1000,), 42.0)
 
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """Return a folder with the modes of /dev/shm, which another user can reach."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as name:
-        folder = Path(name)
-        folder.chmod(0o1777)
+    with open_to_all() as folder:
         yield folder
 
 
@@ -31,7 +25,6 @@ def snapshots(shared: Path) -> Iterator[Snapshots]:
 
 
 def test_only_the_user_can_read(snapshots: Snapshots) -> None:
-    os.umask(0o022)
     assert snapshots.step(lambda: {"weights": WEIGHTS}, 1)
     snapshots.wait()
     assert snapshots.root.stat().st_mode & 0o777 == 0o700
@@ -47,7 +40,7 @@ def test_left_by_an_earlier_version(snapshots: Snapshots) -> None:
     assert snapshots.root.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+@two_users
 @pytest.mark.parametrize("how", ["folder", "link"])
 def test_another_user_was_there_first(snapshots: Snapshots, how: str, tmp_path: Path) -> None:
     """The training goes on, with one warning; nothing of it is there, and nothing is removed."""
@@ -55,8 +48,7 @@ def test_another_user_was_there_first(snapshots: Snapshots, how: str, tmp_path: 
     for number in range(3):
         (own / f"00000{number + 1}-step-{number}").mkdir(parents=True)
     made = {"folder": 'mkdir "$1" && chmod 777 "$1"', "link": 'ln -s "$2" "$1"'}[how]
-    command = ["/bin/sh", "-c", made, "sh", str(snapshots.root), str(own)]
-    subprocess.run(command, check=True, user=NOBODY, group=NOBODY, extra_groups=[], cwd="/")
+    as_nobody(made, snapshots.root, own)
     assert snapshots.load() is None
     with pytest.warns(UserWarning, match="no snapshots are kept on this node: ") as warned:
         assert not snapshots.step(lambda: {"weights": WEIGHTS}, 1)

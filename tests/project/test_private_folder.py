@@ -2,34 +2,20 @@
 
 import os
 import pickle
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from two_users import NOBODY, as_nobody, open_to_all, two_users
 
 from mpiddp.flight_recorder import analysis, files
 from mpiddp.private_folder import private_folder
 
-NOBODY = 65534
-
-two_users = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
-
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """Return a folder with the modes of /tmp, which another user can reach."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as name:
-        folder = Path(name)
-        folder.chmod(0o1777)
+    with open_to_all() as folder:
         yield folder
-
-
-def make_as_nobody(folder: Path) -> None:
-    """Make a folder as another user, open to all."""
-    command = ["/bin/sh", "-c", 'mkdir "$1" && chmod 777 "$1"', "sh", str(folder)]
-    subprocess.run(command, check=True, user=NOBODY, group=NOBODY, extra_groups=[], cwd="/")
 
 
 def test_made_and_taken(shared: Path) -> None:
@@ -57,7 +43,7 @@ def test_another_user_was_there_first(shared: Path, monkeypatch: pytest.MonkeyPa
     assert f"is in {shared}/" in files.dump_for("a reason")
     (made,) = shared.iterdir()
     made.rename(shared / "mine")
-    make_as_nobody(made)
+    as_nobody('mkdir "$1" && chmod 777 "$1"', made)
     with pytest.raises(PermissionError, match=f"belongs to user {NOBODY}, so it is not used"):
         private_folder(made)
     assert files.dump_for("a reason") == ""
