@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CASES, Case, Given, loss_of, mlp
-from optimizer_pairs import OPTIMIZERS, assert_same_parameters, pair, train, wide
+from optimizer_pairs import OPTIMIZERS, assert_same_parameters, assert_same_state, pair, train, wide
 from pretended_nodes import NODES, group_on
 from replicas import (
     RANK,
@@ -43,19 +43,7 @@ def test_same_as_the_plain_optimizer(name: str) -> None:
     train(models, 8)
     assert_same_parameters(models[1][0], models[0][0], exact="fused" not in name)
     assert_same_bits(models[1][0].named_parameters())
-    plain, own = (optimizer.state_dict() for _, optimizer in models)
-    with together():
-        assert own["param_groups"] == plain["param_groups"]
-        assert own["state"].keys() == plain["state"].keys()
-        for index, state in plain["state"].items():
-            assert own["state"][index].keys() == state.keys()
-            for key, value in state.items():
-                found = own["state"][index][key]
-                assert type(found) is type(value)
-                if isinstance(value, Tensor):
-                    assert_close(found, value, key)
-                else:
-                    assert found == value
+    assert_same_state(models[1][1], models[0][1])
 
 
 @pytest.mark.thorough(keep=1)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from models import loss_of, mlp
-from optimizer_pairs import assert_same_parameters, train
+from optimizer_pairs import assert_same_parameters, assert_same_state, train
 from pretended_nodes import NODES, group_on
 from replicas import RANK, SIZE, assert_close, assert_same_bits, batch_of, share, together
 from torch import Tensor, nn
@@ -103,20 +103,7 @@ def test_same_as_the_plain_optimizer(name: str) -> None:
     train(models, 5, width=3)
     assert_same_parameters(models[1][0], models[0][0], exact=True)
     assert_same_bits(models[1][0].named_parameters())
-    plain, own = (optimizer.state_dict() for _, optimizer in models)
-    with together():
-        assert own["param_groups"] == plain["param_groups"]
-        assert own["state"].keys() == plain["state"].keys()
-        for index, state in plain["state"].items():
-            kept = {key: value for key, value in state.items() if value is not None}
-            assert own["state"][index].keys() == kept.keys()
-            for key, value in kept.items():
-                found = own["state"][index][key]
-                assert type(found) is type(value)
-                if isinstance(value, Tensor):
-                    assert_close(found, value, key)
-                else:
-                    assert found == value
+    assert_same_state(models[1][1], models[0][1], nones=False)
 
 
 @pytest.mark.parametrize("nodes", NODES.values(), ids=NODES.keys())

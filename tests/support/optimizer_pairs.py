@@ -86,6 +86,26 @@ def wide() -> nn.Module:
     return mlp(30, 400, 300, 7, dtype=torch.float32)
 
 
+def assert_same_state(
+    actual: torch.optim.Optimizer, expected: torch.optim.Optimizer, nones: bool = True
+) -> None:
+    """Assert equal state_dicts, to rounding; unless `nones`, without what is None. Collective."""
+    own, plain = actual.state_dict(), expected.state_dict()
+    with together():
+        assert own["param_groups"] == plain["param_groups"]
+        assert own["state"].keys() == plain["state"].keys()
+        for index, state in plain["state"].items():
+            kept = {key: value for key, value in state.items() if nones or value is not None}
+            found = own["state"][index]
+            assert found.keys() == kept.keys()
+            for key, value in kept.items():
+                assert type(found[key]) is type(value)
+                if isinstance(value, torch.Tensor):
+                    assert_close(found[key], value, key)
+                else:
+                    assert found[key] == value
+
+
 def train(
     models: Any, steps: int, rows: int = 3, width: int = 30, dtype: torch.dtype = torch.float32
 ) -> None:
