@@ -58,6 +58,7 @@ class Training:
         return self.said
 
 
+@pytest.mark.thorough
 def test_each_program_of_a_job_has_its_own(tmp_path: Path) -> None:
     """Steps of one allocation, at once, and both again when the job is started again."""
     first, second = Training(tmp_path, "-", 1), Training(tmp_path, "-", 2)
@@ -66,6 +67,7 @@ def test_each_program_of_a_job_has_its_own(tmp_path: Path) -> None:
     assert [each.end() for each in again] == ["found 2.0", "found 1.0"]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("name", ["-", "mine"])
 def test_two_at_once_under_one_name(tmp_path: Path, name: str) -> None:
     first = Training(tmp_path, name, 1)
@@ -82,6 +84,7 @@ def test_two_at_once_under_one_name(tmp_path: Path, name: str) -> None:
         assert torch.equal(found.state["weight"], torch.tensor(1.0))
 
 
+@pytest.mark.thorough
 def test_one_after_the_other_in_one_start_of_a_job(tmp_path: Path) -> None:
     """What differs in the environment alone is told by no name but the user's."""
     assert Training(tmp_path, "-", 1).end() == "found None"

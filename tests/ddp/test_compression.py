@@ -110,6 +110,7 @@ def some_model() -> GivenGradients:
     )
 
 
+@pytest.mark.thorough(keep=8)
 @pytest.mark.essential(keep=3)
 @pytest.mark.parametrize("cap", [None, SMALL_BUCKETS], ids=["one bucket", "many"])
 def test_bits_that_arrive(hook, transport, views, cap):

@@ -194,6 +194,7 @@ def test_says_that_a_lost_rank_ends_the_job() -> None:
     assert len(said(done)) == 2
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     ("given", "then"),
     [

@@ -445,6 +445,7 @@ def test_what_all_ranks_have_processed_is_in_snapshots(monkeypatch, training):
         assert again.sampler.remaining_indices == list(range(3 * SIZE, 100))
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("announced", "uninstalled"), [(False, False), (False, True), (True, False), (True, True)]
 )

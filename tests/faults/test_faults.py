@@ -24,7 +24,9 @@ _MPI = mpiddp.compiled_against()[0]
 _CELLS = cells(_MPI)
 _SAMPLE = [cell.name for cell in sample(_MPI)]
 # Those of `make test`: they need no hosts.
-_FEW = [name for name in _SAMPLE if name.endswith("-mpirun")][:4]
+_FEW = [
+    name for name in _SAMPLE if name.endswith("-mpirun") and name.startswith(("kill-", "sys-exit-"))
+]
 
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:

@@ -61,7 +61,7 @@ mpiddp.destroy_process_group()
 
 
 @pytest.mark.essential(keep=1)
-@pytest.mark.thorough(keep=4)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize("runner", [False, True])
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ def steps_until_requested(step, most=5000):
     return None
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.essential(keep=3)
 @pytest.mark.smoke(keep=1)
 @pytest.mark.parametrize("who", ["first", "last", "all"])

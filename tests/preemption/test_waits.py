@@ -111,7 +111,7 @@ def test_a_rank_that_has_died(tmp_path: Path) -> None:
     assert "rank 1 (process" in done.stderr
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("leaving", [2, 0], ids=["another rank", "the first rank"])
 def test_a_rank_that_ends_while_others_uninstall(tmp_path: Path, leaving: int) -> None:
     path = script(

@@ -85,7 +85,7 @@ def meet_after(call: Callable[[], Any], part: Any) -> None:
 
 
 @pytest.mark.essential(keep=8)
-@pytest.mark.thorough(keep=6)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("scale", [1, 50000], ids=["small", "large"])
 @pytest.mark.parametrize("name", NAMES)

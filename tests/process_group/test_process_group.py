@@ -385,6 +385,7 @@ class TestGatherAndScatter:
         group().scatter([grown], [parts] if rank() == 0 else [], options).wait()
         assert_same_bits(grown, parts[rank()])
 
+    @pytest.mark.thorough(keep=1)
     @pytest.mark.essential
     @pytest.mark.parametrize("name", ["gather", "scatter"])
     def test_wrong_number(self, name: str) -> None:

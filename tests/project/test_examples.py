@@ -109,6 +109,7 @@ def test_train_ends_when_asked_and_resumes_with_the_same_bits(tmp_path: Path) ->
     assert same_bits[2] == uninterrupted
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_train_stopped_at_any_batch_says_what_one_left_alone_says(tmp_path: Path) -> None:
     """Each batch of two epochs, the last ones included: the same losses, rates and bits."""

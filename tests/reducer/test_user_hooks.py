@@ -90,6 +90,7 @@ def _step(model, expected, before_backward=None):
     assert_replicated(model)
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.essential(keep=3)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("option", ["plain", "find_unused_parameters", "static_graph"])
@@ -112,6 +113,7 @@ def test_hook_of_one_rank(change, views, gloo):
             _step(model, _mean(model.module, [1] * (SIZE - 1) + [FACTOR]))
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("when", ["before forward", "before backward"])
 def test_hooks_that_come_and_go(change, when, views, gloo):

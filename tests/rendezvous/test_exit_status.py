@@ -52,7 +52,7 @@ def run(folder: Path, what: str, *runner: str, seconds: int = 300) -> tuple[int,
 
 
 @pytest.mark.essential(keep=1)
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("runner", [(), ("-m", "mpiddp")], ids=["alone", "runner"])
 @pytest.mark.parametrize(
     ("what", "status"),

@@ -16,11 +16,15 @@ def by_name(lines: list[dict[str, Any]]) -> dict[tuple[int, str], dict[str, Any]
     return {(one.pop("rank"), one.pop("named")): one for one in lines}
 
 
-@pytest.mark.essential
+@pytest.mark.essential(keep=1)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.once
-def test_the_script_is_told_what_it_asked_for() -> None:
+@pytest.mark.parametrize(
+    "names", [("gloo",), ("none", "gloo", "CPU:gloo,cuda:gloo")], ids=["one world", "several"]
+)
+def test_the_script_is_told_what_it_asked_for(names: tuple[str, ...]) -> None:
     """As under torchrun with Gloo; and mpiddp's own function tells what is true."""
-    script, names = SCRIPTS / "asks_backend.py", ("none", "gloo", "CPU:gloo,cuda:gloo")
+    script = SCRIPTS / "asks_backend.py"
     done = launch(script, *names)
     assert done.returncode == 0
     mine = by_name(objects_in(done.stdout))
@@ -57,6 +61,7 @@ mpiddp.destroy_process_group()
 """
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Gloo and NCCL can run here")
 @pytest.mark.once
 @pytest.mark.parametrize(

@@ -165,6 +165,7 @@ class TestScriptForGpus:
         assert advice.advice_on(RuntimeError("Found no NVIDIA driver on your system")) != ""
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.once
 @pytest.mark.parametrize(("option", "said"), [("--version", "mpiddp 0."), ("--help", "usage: ")])
 def test_what_needs_no_mpi(option: str, said: str) -> None:
@@ -460,6 +461,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.once
 @pytest.mark.parametrize("end", ["dist.destroy_process_group()", "pass"], ids=["ended", "left"])
 def test_direct_exit_is_no_failure(end: str) -> None:

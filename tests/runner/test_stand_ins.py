@@ -156,6 +156,7 @@ print(json.dumps({"rank": results[0][1], "results": results, "failure": failure}
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_horovod_run_calls_the_ranks_that_are_there(tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(RUN)

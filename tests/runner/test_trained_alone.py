@@ -59,7 +59,7 @@ def test_said_once_where_each_rank_trained_alone() -> None:
     assert done.stderr.count(SAID) == 1
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
 def test_not_said_where_gradients_were_averaged(ending: str) -> None:
     done = launch("-c", BEGINNING + textwrap.dedent(ending))

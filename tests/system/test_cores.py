@@ -50,6 +50,7 @@ def ask(
 
 
 @several_cores
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "environment",
     [
@@ -67,6 +68,7 @@ def test_all_are_found_though_openmp_took_them(environment: dict[str, str]) -> N
     assert found["beside"] == [others, GIVEN[2:] or others, GIVEN[3:] or others]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("environment", [{}, {"OMP_PROC_BIND": "false"}], ids=str)
 def test_openmp_ties_nothing(environment: dict[str, str]) -> None:
     assert ask(environment) == {"main": GIVEN, "available": GIVEN, "beside": [[], [], []]}

@@ -35,6 +35,7 @@ later = running_time.at(between) - ran
 """
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("stops", "then"),
     [
