@@ -15,9 +15,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from mpiddp.torch_internals.compiler_loading import disable_compilation
 
 _TOO_FEW = "Expected more than 1 value per channel when training, got one over all ranks"
 
@@ -100,7 +101,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
 
     # Collectives are not part of a compiled graph: it is split around them. Not
     # torch.compiler.disable: importing mpiddp would import the compiler, which takes a second.
-    @_disable_dynamo
+    @disable_compilation
     def _normalise_together(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
         count, mean, variance = _statistics_of_all(input.detach(), group)
         if count == 1:

@@ -41,6 +41,7 @@ from mpiddp.reducer import errors, model_check
 from mpiddp.reducer.assignment import BucketAssignment
 from mpiddp.reducer.forward_passes import ForwardPasses
 from mpiddp.torch_internals.compiler import compile_what_it_calls, skip_compilation
+from mpiddp.torch_internals.compiler_loading import compiler_not_asked
 from mpiddp.transports.choice import default_bucket_bytes, requested_transport
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
         object.__setattr__(self, "_wants_sharing", bool(shared_parameters))
         on_cpu = mixed_precision is not None and not argument_checks.has_streams(module)
         object.__setattr__(self, "_precision_on_cpu", mixed_precision if on_cpu else None)
-        with contextlib.ExitStack() as construction:
+        with contextlib.ExitStack() as construction, compiler_not_asked():
             # Begun by _build_params_for_reducer, as soon as there is a process group.
             object.__setattr__(self, "_construction", construction)
             super().__init__(

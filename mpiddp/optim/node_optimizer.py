@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Any, NoReturn
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join, Joinable
 
 from mpiddp.ddp import node_parts
@@ -23,6 +22,7 @@ from mpiddp.optim.members import Member, dtype_of_norm, norm_of
 from mpiddp.optim.same_settings import settings_of
 from mpiddp.optim.state_memory import StateMemory
 from mpiddp.optim.whole_state import IN_PLACE, WholeState
+from mpiddp.torch_internals.compiler_loading import disable_compilation
 
 _CHANGED_IN_PLACE = (
     "tensors of optimizer.state were changed in place. The ranks of a node share them, so each of "
@@ -241,7 +241,7 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
 
     # The step.
 
-    @_disable_dynamo
+    @disable_compilation
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's part, and wait for the others' parts. Collective.
@@ -378,14 +378,14 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
 
     # Gradients.
 
-    @_disable_dynamo
+    @disable_compilation
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients, as torch's method. Not collective."""
         self._shared.note_whole(member.index for member in self._members)  # before they are zeroed
         with unwatched():
             super().zero_grad(set_to_none)
 
-    @_disable_dynamo
+    @disable_compilation
     def gradients(self) -> list[torch.Tensor | None]:
         """Return the mean gradient of each parameter, in the order of the groups. Collective.
 
@@ -399,7 +399,7 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         self._put_back()
         return [gradient_of(each) for group in self.param_groups for each in group["params"]]
 
-    @_disable_dynamo
+    @disable_compilation
     @torch.no_grad()
     def gradient_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """Return the norm of all mean gradients as one vector, with the same bits everywhere.
@@ -429,7 +429,7 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         norm: torch.Tensor = total.to(dtype_of_norm(self._members))
         return norm
 
-    @_disable_dynamo
+    @disable_compilation
     @torch.no_grad()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -187,8 +187,14 @@ PRIVATE_NAMES = [
     *_names(
         "torch._compile.",
         "_disable_dynamo",
-        "ddp/sync_batch_norm optim/node_optimizer",
-        "keeps torch.compile out of a method, without importing it",
+        "torch_internals/compiler_loading",
+        "keeps torch.compile out of a method",
+    ),
+    *_names(
+        "torch.nn.parallel.distributed.DistributedDataParallel.",
+        "_inside_ddp_forward",
+        "torch_internals/compiler_loading",
+        "to call it without importing the compiler",
     ),
     *_names("torch.", "_foreach_copy_", "reducer/gpu_bucket", "copies of many tensors on a GPU"),
     *_names(

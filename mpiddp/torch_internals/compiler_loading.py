@@ -1,0 +1,122 @@
+"""Keep torch from importing its compiler for a program that compiles nothing.
+
+Note [The compiler is imported late]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+torch._dynamo is more than 800 modules: a second of processor time on each rank, and thousands of
+files of which a shared filesystem is asked. torch's DistributedDataParallel imports it twice: its
+constructor asks for a setting that nobody can have changed before the import, and a method that
+each forward calls is excluded from compilation, which means nothing as long as there is no
+compiler. As soon as something else imports it, both go torch's own way.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from typing import Any, TypeVar
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.nn.parallel.distributed import DistributedDataParallel
+
+__all__ = ["compiler_not_asked", "disable_compilation"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+COMPILER = "torch._dynamo"
+# What `torch._dynamo.utils.get_optimize_ddp_mode()` returns if no program has changed it.
+OPTIMIZE_DDP_MODE = "ddp_optimizer"
+# Where torch keeps, on a function, the version of it that is excluded from compilation.
+_DISABLED = "__dynamo_disable"
+
+_lock = threading.Lock()
+_within = 0
+
+
+class _NotImported(types.ModuleType):
+    """What torch finds in the place of a module: known answers. Anything else imports it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def _stand_in() -> _NotImported:
+    utils = _NotImported(f"{COMPILER}.utils")
+    vars(utils)["get_optimize_ddp_mode"] = lambda: OPTIMIZE_DDP_MODE
+    compiler = _NotImported(COMPILER)
+    vars(compiler)["utils"] = utils
+    return compiler
+
+
+_STAND_IN = _stand_in()
+
+
+@contextmanager
+def compiler_not_asked() -> Iterator[None]:
+    """Within, torch learns how to optimise DistributedDataParallel without an import.
+
+    Not collective. See Note [The compiler is imported late].
+    """
+    global _within
+    with _lock:
+        if COMPILER not in sys.modules:
+            vars(torch)["_dynamo"] = _STAND_IN  # an import puts the module itself there
+        _within += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _within -= 1
+            if not _within and vars(torch).get("_dynamo") is _STAND_IN:
+                del vars(torch)["_dynamo"]
+
+
+class _BeforeTheImport(MetaPathFinder):
+    """Lets torch's own way be open to functions as soon as the compiler is looked for."""
+
+    def __init__(self) -> None:
+        self.functions: list[Callable[..., Any]] = []
+        if COMPILER not in sys.modules:
+            sys.meta_path.insert(0, self)
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+        """Find nothing, and see what is looked for."""
+        if fullname == COMPILER:
+            for function in self.functions:
+                vars(function).pop(_DISABLED, None)
+            self.functions.clear()
+            sys.meta_path.remove(self)
+
+
+_before_the_import = _BeforeTheImport()
+
+
+def _put_off(excluded: Callable[..., Any]) -> None:
+    """Let what `torch._disable_dynamo` has returned import no compiler as long as there is none."""
+    inner: Any = excluded
+    while inner.__code__.co_name != "inner":
+        if not hasattr(inner, "__wrapped__"):
+            return  # a newer torch, which excludes it in another way
+        inner = inner.__wrapped__
+    if _before_the_import in sys.meta_path:
+        function = inner.__wrapped__
+        setattr(function, _DISABLED, function)
+        _before_the_import.functions.append(function)
+
+
+def disable_compilation(function: Function) -> Function:
+    """Exclude a function and all it calls from torch.compile, as `torch.compiler.disable` does.
+
+    Not collective. It imports no compiler.
+    """
+    excluded: Any = _disable_dynamo(function)
+    _put_off(excluded)
+    return excluded  # type: ignore[no-any-return]
+
+
+_put_off(DistributedDataParallel._inside_ddp_forward)
