@@ -3,14 +3,16 @@
 Note [The compiler is imported late]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 torch._dynamo is more than 800 modules: a second of processor time on each rank, and thousands of
-files of which a shared filesystem is asked. torch's DistributedDataParallel imports it twice: its
-constructor asks for a setting that nobody can have changed before the import, and a method that
-each forward calls is excluded from compilation, which means nothing as long as there is no
-compiler. As soon as something else imports it, both go torch's own way.
+files of which a shared filesystem is asked. torch imports it in programs that compile nothing. The
+constructor of DistributedDataParallel asks for a setting that nobody can have changed before the
+import. Methods of it and of optimizers are excluded from compilation, and `step` of each optimizer
+marks where graphs end, which both mean nothing as long as there is no compiler. As soon as
+something imports it, all of that is as torch has made it.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import threading
@@ -18,11 +20,13 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch._compile import _disable_dynamo
 from torch.nn.parallel.distributed import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 __all__ = ["compiler_not_asked", "disable_compilation"]
 
@@ -77,19 +81,20 @@ def compiler_not_asked() -> Iterator[None]:
 
 
 class _BeforeTheImport(MetaPathFinder):
-    """Lets torch's own way be open to functions as soon as the compiler is looked for."""
+    """Undoes what was done here as soon as the compiler is looked for."""
 
     def __init__(self) -> None:
-        self.functions: list[Callable[..., Any]] = []
-        if COMPILER not in sys.modules:
+        self.undo: list[Callable[[], object]] = []
+        self.waits = COMPILER not in sys.modules
+        if self.waits:
             sys.meta_path.insert(0, self)
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
         """Find nothing, and see what is looked for."""
-        if fullname == COMPILER:
-            for function in self.functions:
-                vars(function).pop(_DISABLED, None)
-            self.functions.clear()
+        if fullname == COMPILER and self.waits:
+            self.waits = False
+            for undo in self.undo:
+                undo()
             sys.meta_path.remove(self)
 
 
@@ -103,10 +108,38 @@ def _put_off(excluded: Callable[..., Any]) -> None:
         if not hasattr(inner, "__wrapped__"):
             return  # a newer torch, which excludes it in another way
         inner = inner.__wrapped__
-    if _before_the_import in sys.meta_path:
+    if _before_the_import.waits:
         function = inner.__wrapped__
         setattr(function, _DISABLED, function)
-        _before_the_import.functions.append(function)
+        _before_the_import.undo.append(functools.partial(vars(function).pop, _DISABLED, None))
+
+
+def _plainly(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what torch's optimizers do around `step`, without marks for a compiler."""
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        before = torch.is_grad_enabled()
+        torch.set_grad_enabled(args[0].defaults["differentiable"])
+        try:
+            return func(*args, **kwargs)
+        finally:
+            torch.set_grad_enabled(before)
+
+    return step
+
+
+_PLAIN = cast("types.FunctionType", _plainly(print)).__code__
+
+
+def _put_off_in_step(optimizer: type[Optimizer]) -> None:
+    """Let an optimizer's `step` import no compiler as long as there is none."""
+    step: Any = vars(optimizer).get("step")
+    code = getattr(step, "__code__", None)
+    if code is None or code.co_name != "_use_grad" or code.co_freevars != _PLAIN.co_freevars:
+        return
+    if _before_the_import.waits:
+        step.__code__ = _PLAIN
+        _before_the_import.undo.append(functools.partial(setattr, step, "__code__", code))
 
 
 def disable_compilation(function: Function) -> Function:
@@ -119,4 +152,14 @@ def disable_compilation(function: Function) -> Function:
     return excluded  # type: ignore[no-any-return]
 
 
-_put_off(DistributedDataParallel._inside_ddp_forward)
+for _excluded in (
+    DistributedDataParallel._inside_ddp_forward,
+    Optimizer.add_param_group,
+    Optimizer.load_state_dict,
+    Optimizer.state_dict,
+    Optimizer.zero_grad,
+    checkpoint,
+):
+    _put_off(_excluded)
+for _optimizer in Optimizer.__subclasses__():
+    _put_off_in_step(_optimizer)

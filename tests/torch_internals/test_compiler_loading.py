@@ -44,7 +44,12 @@ for wrapper in (mpiddp.DistributedDataParallel, torch.nn.parallel.DistributedDat
     ours = wrapper is mpiddp.DistributedDataParallel
     wrapped = wrapper(mpiddp.SyncBatchNorm.convert_sync_batchnorm(module) if ours else Linear(2, 1))
     wrapped(torch.ones(3, 2)).sum().backward()
-    print(wrapper.__name__, imported())
+    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        optimizer = kind(wrapped.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+        print(wrapper.__name__, imported())
     if ours:
         assert not wrapped._use_python_reducer
         assert "_dynamo" not in vars(torch)
@@ -64,8 +69,7 @@ def test_wrapping_and_training_import_no_compiler(tmp_path: Path) -> None:
     script.write_text(WRAPS)
     done = mpirun.run(1, [script], timeout=100)
     assert done.returncode == 0, done.stderr
-    first = done.stdout.splitlines()[0]
-    assert first == "DistributedDataParallel False"
+    assert done.stdout.splitlines()[:3] == ["DistributedDataParallel False"] * 3
 
 
 ANSWERS = """
@@ -109,6 +113,20 @@ class Once(DistributedDataParallel):
 assert excluded(torch.ones(1)).item() == 2
 with Once()._inside_ddp_forward():
     pass
+
+weight = torch.nn.Parameter(torch.ones(2))
+weight.grad = torch.ones(2)
+optimizers = [torch.optim.SGD([weight], lr=0.25), torch.optim.Adam([weight], lr=0.25)]
+for optimizer in optimizers:
+    optimizer.step()
+assert weight.tolist() == [0.5, 0.5]
+start = torch.ones(1, requires_grad=True)
+moved = start * 1
+moved.grad = 1.0 * start
+torch.optim.SGD([moved], lr=0.25, differentiable=True).step()
+assert torch.autograd.grad(moved.sum(), start)[0].item() == 0.75
+assert torch.is_grad_enabled()
+
 assert early or "torch._dynamo" not in sys.modules
 graphs = torch.compile(compiled, backend="eager")
 for _ in range(2):
@@ -116,6 +134,10 @@ for _ in range(2):
 assert seen == [False] * 3, seen
 found = torch._dynamo.explain(compiled)(torch.ones(1))
 assert (found.graph_count, found.graph_break_count) == (2, 1), found
+for optimizer in optimizers:
+    torch.compile(optimizer.step, backend="eager")()
+assert torch.allclose(weight, torch.zeros(2), atol=1e-4), weight
+assert torch.optim.SGD.step.__wrapped__.__code__.co_name == "_use_grad"
 
 
 @disable_compilation
