@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -27,6 +28,8 @@ HOME = Path("/home/reader")
 NO_SOURCE = (".*", "build", "dist", "*.egg-info", "__pycache__", "shared", "venv")
 # Debian's packages are fetched and unpacked.
 SETTING_UP = 600
+# Of apt's words where it reaches no registry.
+NOT_FETCHED = re.compile("Unable to fetch|Unable to locate package|Failed to fetch")
 
 
 class Site:
@@ -113,9 +116,10 @@ def start_site() -> Iterator[Site]:
                 deadline = time.monotonic() + SETTING_UP
                 while not (folder / "ready").exists():
                     ended = process.poll() is not None or time.monotonic() > deadline
-                    assert not ended, f"{shlex.join(map(str, command))}:\n" + "\n".join(
-                        (folder / "site.log").read_text().splitlines()[-10:]
-                    )
+                    last = (folder / "site.log").read_text().splitlines()[-10:]
+                    if ended and any(map(NOT_FETCHED.search, last)):
+                        pytest.skip("Debian's packages cannot be fetched here")
+                    assert not ended, f"{shlex.join(map(str, command))}:\n" + "\n".join(last)
                     time.sleep(0.2)
                 children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
                 yield Site(folder, int(children.read_text()))
