@@ -14,6 +14,9 @@ Importing this package does not initialise MPI.
 from mpiddp.source_folder import hand_over as _hand_over
 
 if not _hand_over(__path__[0]):  # else the installed package is in the place of this one
+    import importlib as _importlib
+    from typing import TYPE_CHECKING as _TYPE_CHECKING
+
     from mpiddp.mpi.compatibility import check_loaded_library as _check_loaded_library
     from mpiddp.torch_internals.versions import check_torch as _check_torch
 
@@ -23,18 +26,13 @@ if not _hand_over(__path__[0]):  # else the installed package is in the place of
     from torch.distributed import Backend as _Backend
 
     from mpiddp import compression
-    from mpiddp.checkpoint import saving as _saving  # noqa: F401
-    from mpiddp.data_parallel.wrapper import DataParallel
     from mpiddp.ddp import logger
     from mpiddp.ddp.sync_batch_norm import SyncBatchNorm
     from mpiddp.ddp.wrapper import DistributedDataParallel
-    from mpiddp.elastic import running as _running  # noqa: F401
     from mpiddp.mpi import libfabric as _libfabric
     from mpiddp.mpi import losses as _losses
     from mpiddp.mpi.library import compiled_against
     from mpiddp.mpi.nodes import Topology
-    from mpiddp.optim import node_optimizer as _node_optimizer  # noqa: F401
-    from mpiddp.preemption import notice as _notice  # noqa: F401
     from mpiddp.process_group.asked_backend import get_backend
     from mpiddp.rendezvous import patches as _patches
     from mpiddp.rendezvous.world import (
@@ -55,6 +53,25 @@ if not _hand_over(__path__[0]):  # else the installed package is in the place of
     _losses.avoid_shared_memory_of_mpi()
     _libfabric.leave_out_sockets()
     logger.install()
+
+    if _TYPE_CHECKING:
+        from mpiddp import checkpoint, elastic, optim, preemption
+        from mpiddp.data_parallel.wrapper import DataParallel
+
+    # Each of a thousand ranks asks the filesystem for what it imports: rooms that many programs do
+    # not use are imported when they are.
+    _LATE_ROOMS = ("checkpoint", "elastic", "optim", "preemption")
+
+    def __getattr__(name: str) -> object:
+        """Import a room, or DataParallel, at its first use."""
+        if name in _LATE_ROOMS:
+            return _importlib.import_module(f"mpiddp.{name}")
+        if name == "DataParallel":
+            return _importlib.import_module("mpiddp.data_parallel.wrapper").DataParallel
+        raise AttributeError(f"module 'mpiddp' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
 
     __all__ = [
         "DataParallel",
