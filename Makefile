@@ -85,6 +85,7 @@ help:
 	@echo 'make bench    measure beside the alternatives (about 10 minutes, on a machine at rest)'
 	@echo 'make bench-quick  the same in 4 minutes; bench-16: 16 ranks; bench-hosts: between hosts'
 	@echo 'make bench-collectives  each collective beside Gloo and MPI, 10 minutes (ARGS=--quick: 1.5)'
+	@echo 'make bench-start  from the launcher to the first step, beside torchrun with Gloo, 2 minutes'
 	@echo 'make bench-optimizer  whole steps with the optimizer, one step a node beside one a rank, 10 minutes'
 	@echo 'make clean    remove what was built; the environments stay'
 	@echo
@@ -131,7 +132,7 @@ test-gpu:
 # Results lie in build/, like all that is made; benchmarks/README.md says how some are kept.
 BENCH := $(BIN)/python benchmarks/run.py
 
-.PHONY: bench bench-quick bench-16 bench-collectives bench-hosts bench-optimizer
+.PHONY: bench bench-quick bench-16 bench-collectives bench-hosts bench-optimizer bench-start
 bench: $(PLOTTING)
 	$(BENCH) --output build/bench/$(MPI) $(ARGS)
 
@@ -146,6 +147,11 @@ bench-collectives: $(INSTALLED)
 
 bench-optimizer: $(INSTALLED)
 	$(BENCH) --optimizer --output build/bench-optimizer/$(MPI) $(ARGS)
+
+# 48 ranks take minutes on two cores: ARGS="--ranks 2 8 48".
+bench-start: $(INSTALLED)
+	mkdir -p build/bench-start
+	$(BIN)/python benchmarks/start.py --json build/bench-start/$(MPI).json $(ARGS)
 
 bench-hosts: $(INSTALLED)
 	$(BIN)/python benchmarks/between_hosts.py --output build/bench-hosts/$(MPI) $(ARGS)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import mpiddp
 from mpiddp import launchers
-from mpiddp.diagnosis import gpus, launching, placement, software, travelling
+from mpiddp.diagnosis import gpus, launching, placement, software, starting, travelling
 from mpiddp.findings import Finding, worst
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ BEFORE_START: list[Callable[[], list[Finding]]] = [
 # there. A new diagnosis gets its line here.
 REPORTS: list[Callable[[MPI.Comm], list[Finding]]] = [
     placement.report,
+    starting.report,
     travelling.report_memory,
     travelling.report_wire,
     travelling.report_heartbeat,

@@ -54,6 +54,33 @@ def memory() -> str:
     return markdown(rows)
 
 
+def starts() -> str:
+    """Return what a rank takes until its first step, beside torchrun with Gloo."""
+    head = ["ranks", "until the first step, s", f"{GLOO}, s", "processor time a rank, s", GLOO]
+    rows = [[*head, "ratio"]]
+    for record in load("start-openmpi")["start"]:
+        samples = record["records"]
+        seconds = [f"{statistics.median(samples[name]['seconds']):.1f}" for name in (OURS, GLOO)]
+        processor = [samples[name]["processor"] for name in (OURS, GLOO)]
+        rows.append(
+            [
+                str(record["ranks"]),
+                *seconds,
+                *(f"{statistics.median(each):.2f}" for each in processor),
+                show_ratio(ratio(*processor)),
+            ]
+        )
+    return markdown(rows)
+
+
+def start_calls() -> str:
+    """Return the system calls of a start that name a file."""
+    calls = load("start-openmpi")["calls"]
+    totals = {name: sum(calls[name].values()) for name in (OURS, GLOO)}
+    words = [f"{totals[name]:,} with {name}" for name in (OURS, GLOO)]
+    return f"{' and '.join(words)} ({totals[OURS] / totals[GLOO]:.2f})"
+
+
 def lazy_buckets() -> str:
     """Return the memory of a step with and without `lazy_bucket_allocation`."""
     results = load("lazy-openmpi")

@@ -53,6 +53,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "versions": tested_table.versions,
     "construction": other_tables.construction,
     "snapshots": other_tables.snapshots,
+    "starts": other_tables.starts,
+    "start-calls": other_tables.start_calls,
     "cost-model": (ROOT / "benchmarks" / "scaling.md").read_text,
 }
 

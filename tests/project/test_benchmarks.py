@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -291,3 +292,28 @@ def test_gpu_script_says_that_there_is_no_gpu() -> None:
     assert done.returncode == 1
     assert "gpu.sh: there is no GPU: torch " in done.stderr
     assert not done.stdout
+
+
+@pytest.mark.thorough
+def test_a_start_asks_for_less_than_on_gloo(tmp_path: Path) -> None:
+    """Processor time and calls, which do not depend on what else the machine does."""
+    results = tmp_path / "results.json"
+    command = [str(BENCHMARKS / "start.py"), "--ranks", "2", "--rounds", "1", "--json", results]
+    done = subprocess.run(
+        [sys.executable, *command],
+        env={**mpirun.ENVIRONMENT, **os.environ},
+        capture_output=True,
+        text=True,
+        timeout=140,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    written = json.loads(results.read_text(encoding="utf-8"))
+    names = importlib.import_module("names")
+    ours, theirs = (written["start"][0]["records"][name] for name in (names.OURS, names.GLOO))
+    assert ours["modules"][0] < theirs["modules"][0] - 300
+    assert ours["processor"][0] < 0.9 * theirs["processor"][0]
+    if "calls" in written:
+        assert sum(written["calls"][names.OURS].values()) < 0.75 * sum(
+            written["calls"][names.GLOO].values()
+        )

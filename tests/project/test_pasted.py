@@ -46,11 +46,11 @@ PRINTED = {
     "srun --mpi=pmix -N 2 --ntasks-per-node=2 python -m mpiddp.doctor": r"ranks: 4 on 2 nodes",
     "mpirun -n 2 python -m mpiddp.doctor": r"ranks: 2 on 1 node ",
     "sbatch": "Submitted batch job",
-    "-n 2 python -m mpiddp train.py --epochs 5": r"(?s)rank \d of 2 on mpiddp.*epoch 1: loss",
+    "-n 2 python -m mpiddp train.py --epochs 5": r"(?s)rank \d of 2 on gloo.*epoch 1: loss",
 }
 # The script that a page is about, if that is not its own first one, and what it prints.
 OUTPUTS = {
-    "torchrun.md": r"(?s)rank \d of 4 on mpiddp.*epoch 1: loss",
+    "torchrun.md": r"(?s)rank \d of 4 on gloo.*epoch 1: loss",
     "spawn.md": r"rank 1 of 2: loss",
     "torch-mpi.md": r"3 \[6.0, 6.0, 6.0\]",
     "data-parallel.md": r"(?m)^2 \d+\.\d+$",
@@ -240,7 +240,7 @@ def test_cluster(site: Site, mpi: str) -> None:
         batch = "#!/bin/bash\n#SBATCH -N 2 --ntasks-per-node=4\n" + adapt(commands(block))
         (story.folder / "batch.sh").write_text(batch, encoding="utf-8")
         text = f"sbatch --wait --output=batch.out {story.folder}/batch.sh\ncat batch.out\n"
-        story.paste(block, text, r"(?s)rank \d of 8 on mpiddp.*epoch 1: loss")
+        story.paste(block, text, r"(?s)rank \d of 8 on gloo.*epoch 1: loss")
     story.tell(1400)
 
 

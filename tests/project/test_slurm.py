@@ -1,13 +1,16 @@
 """The batch scripts in slurm/, submitted to a real SLURM on two hosts (lab/README.md)."""
 
 import re
+import shutil
 import sys
+import sysconfig
 import time
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm_lab import ROOT, Hosts, start_hosts
+from slurm_lab import ROOT, SRUN, Hosts, start_hosts
 
 from mpiddp import checkpoint
 
@@ -232,3 +235,41 @@ def test_a_rank_that_dies_is_noticed_by_its_node(slurm: Slurm) -> None:
     what = r"all_reduce\(SUM\) of float32 \(10,\) of group '0'"
     said = rf"{who}, and this rank waits for its part of {what}. The job ends"
     assert slurm.mpi == "Open MPI" or re.search(said, done.stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.once
+def test_from_a_copy_of_the_environment_on_each_node(slurm: Slurm) -> None:
+    """Of a small one that has mpiddp, and finds the rest in the environment of the tests."""
+    slurm.begin_anew("packed")
+    environment = slurm.folder / "environment"
+    venv.create(environment, symlinks=True, with_pip=False)
+    packages = Path(sysconfig.get_path("purelib"))
+    own = environment / packages.relative_to(sys.prefix)
+    shutil.copytree(packages / "mpiddp", own / "mpiddp")
+    (own / "others.pth").write_text(f"{packages}\n")
+    (own / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'SLURM_PROCID' in os.environ and 'SLURMD_NODENAME' in os.environ:\n"
+        "    print('from', sys.prefix, 'on', os.environ['SLURMD_NODENAME'], flush=True)\n"
+    )
+    slurm.script = ROOT / "slurm" / "train_packed.sbatch"
+    plugin, settings = SRUN[slurm.mpi]
+    slurm.hosts.env |= settings | {"VENV": str(environment), "SLURM_MPI_TYPE": plugin}
+    slurm.hosts.env["LOCAL"] = "/var/tmp"  # which each host has for itself
+
+    def train() -> str:
+        job = slurm.submit("--epochs", "1")
+        slurm.wait_for_end(job)
+        lines = slurm.output().partition(f"job {job}: 4 ranks on node[1-2], from ")[2]
+        for node in ("node1", "node2"):
+            assert lines.count(f"from /var/tmp/mpiddp-{job} on {node}") == 2, slurm.output()
+            left = slurm.hosts.cluster("run", node, "ls", "/var/tmp")
+            assert f"mpiddp-{job}" not in left
+        assert DIGEST.search(lines), slurm.output()
+        return slurm.output()
+
+    assert "packing" in train()
+    assert "packing" not in train()  # nothing has changed
+    (own / "others.pth").write_text(f"{packages}\n\n")
+    assert "packing" in train()
