@@ -55,8 +55,11 @@ if not _hand_over(__path__[0]):  # else the installed package is in the place of
     logger.install()
 
     if _TYPE_CHECKING:
-        from mpiddp import checkpoint, elastic, optim, preemption
+        from mpiddp.checkpoint import saving as _saving  # noqa: F401
         from mpiddp.data_parallel.wrapper import DataParallel
+        from mpiddp.elastic import running as _running  # noqa: F401
+        from mpiddp.optim import node_optimizer as _node_optimizer  # noqa: F401
+        from mpiddp.preemption import notice as _notice  # noqa: F401
 
     # Each of a thousand ranks asks the filesystem for what it imports: rooms that many programs do
     # not use are imported when they are.
