@@ -9,14 +9,15 @@ optimizer keeps may have any shape.
 
 Optimizers that look at several parameters at once, such as LBFGS or one that makes no step if any
 gradient is not finite, cannot be divided. A trial finds them: parameters that are stepped together
-must become what they become alone.
+must become what they become alone. Some do so only beside parameters of their own dtype: torch's
+Adafactor takes for all of a group the smallest number of the dtype of the first one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, permutations
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["deal", "find_state"]
 
+# Largest gradients in the trial of several dtypes, in which settings that follow a dtype show.
+_GRADIENTS_OF_DTYPES = (1e-3, 1.0)
 # By number of dimensions, of parameters in the trial.
 _SHAPES: dict[int, tuple[int, ...]] = {0: (), 1: (24,), 2: (4, 6), 3: (4, 3, 4), 4: (4, 3, 2, 4)}
 _LARGE = (130, 129)
@@ -52,8 +55,15 @@ def find_state(
         is_elementwise: whether it treats each element by itself; None: that is tried.
 
     Raises:
-        TypeError: it looks at several parameters at once, or cannot step these.
+        TypeError: it looks at several parameters at once, or at the dtypes of others, or cannot
+            step these.
     """
+    if not is_elementwise and not _ignores_other_dtypes(make, parameters):
+        raise TypeError(
+            f"NodeOptimizer steps the parameters of a group on several ranks, and {name} steps a "
+            f"parameter otherwise if there are others of another dtype before it: give the "
+            f"parameters of each dtype a group of their own"
+        )
     if is_elementwise is not False:
         try:
             of_dtype = {
@@ -109,6 +119,45 @@ def _are_independent(make: Maker, dtype: torch.dtype, dimensions: Iterable[int])
         for dtype_of_trial, largest in [(dtype, elementwise.largest_of(dtype)), (exact, 1.0)]
         for first in (elementwise.rising(largest), elementwise.zeros, _all_nan)
     )
+
+
+def _ignores_other_dtypes(make: Maker, parameters: Sequence[torch.Tensor]) -> bool:
+    """Return whether parameters become beside those of other dtypes what they become alone."""
+    shapes: dict[torch.dtype, tuple[int, ...]] = {}
+    for parameter in parameters:
+        # Those of most dimensions: what is rare is done with them.
+        shape = _SHAPES.get(parameter.dim(), (2,) * parameter.dim())
+        if len(shape) >= len(shapes.get(parameter.dtype, ())):
+            shapes[parameter.dtype] = shape
+    if len(shapes) < 2:
+        return True
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return all(
+                _is_stepped_alike_after(make, (one, shapes[one]), (two, shapes[two]), largest)
+                for one, two in permutations(shapes, 2)
+                for largest in _GRADIENTS_OF_DTYPES
+            )
+    except Exception:
+        return True  # the trial that comes next says what is wrong with these
+
+
+def _is_stepped_alike_after(
+    make: Maker,
+    other: tuple[torch.dtype, tuple[int, ...]],
+    own: tuple[torch.dtype, tuple[int, ...]],
+    largest: float,
+) -> bool:
+    """Return whether a parameter becomes after another one what it becomes alone."""
+    starts, gradients = [], []
+    for dtype, shape in (other, own):
+        numbers = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64)
+        starts.append(numbers.to(dtype).view(shape))
+        gradients.append(elementwise.rising(largest)(numbers).to(dtype))
+    together, alone = [start.clone() for start in starts], starts[1].clone()
+    elementwise.trained(make, together, gradients)
+    elementwise.trained(make, [alone], gradients[1:])
+    return elementwise.have_moved_alike(starts[1], together[1], alone)
 
 
 def _all_nan(numbers: torch.Tensor) -> torch.Tensor:

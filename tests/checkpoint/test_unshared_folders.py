@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from mpirun import find
 from script_runs import SCRIPTS, objects_in
 from slurm_lab import Hosts, start_hosts
 
@@ -21,22 +20,15 @@ OWN_DISK = "/var/tmp/checkpoints"
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    with start_hosts(2) as started:
+    with start_hosts(2, slurm=False) as started:
         yield started
 
 
 def run(hosts: Hosts, nodes: "list[str]", folder: str, *do: str) -> "list[list[dict[str, Any]]]":
     """Run host_checkpoint.py with a rank on each node; return what ranks said, by what they did."""
-    agent = str(hosts.folder / "lab" / "agent")
-    if hosts.mpi == "Open MPI":
-        where = ",".join(f"{node}:1" for node in nodes)
-        options = ["--map-by", "slot", "--host", where, "--prtemca", "plm_ssh_agent", agent]
-    else:
-        options = ["-launcher", "ssh", "-launcher-exec", agent, "-hosts", ",".join(nodes)]
-    words = ["env", "OMP_NUM_THREADS=1", find(), *options, "-n", str(len(nodes))]
-    program = [sys.executable, str(SCRIPTS / "host_checkpoint.py"), folder, *do]
-    done = hosts.try_cluster("run", "head", *words, *program, timeout=120)
-    print(done.stdout, done.stderr)  # pytest shows it when the test fails
+    script = str(SCRIPTS / "host_checkpoint.py")
+    where = ",".join(f"{node}:1" for node in nodes)
+    done = hosts.mpirun(where, script, folder, *do, timeout=120)
     assert done.returncode == 0
     told = objects_in(done.stdout)
     by_rank = [[each for each in told if each["rank"] == rank] for rank in range(len(nodes))]

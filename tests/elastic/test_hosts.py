@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from elastic_runs import OPEN_MPI, needs_ulfm
-from mpirun import find
 from script_runs import SCRIPTS
 from slurm_lab import Hosts, start_hosts
 
@@ -26,19 +25,11 @@ def hosts() -> Iterator[Hosts]:
         yield started
 
 
-def train(hosts: Hosts, where: str, ranks: int, *arguments: str, **env: str) -> "tuple[int, str]":
+def train(hosts: Hosts, where: str, *arguments: str, **env: str) -> "tuple[int, str]":
     """Run elastic_training.py on hosts, such as "node1:2"; return the status and what it said."""
-    agent = str(hosts.folder / "lab" / "agent")
-    if OPEN_MPI:
-        options = ["--with-ft", "ulfm", "--map-by", "slot", "--host", where]
-        options += ["--prtemca", "plm_ssh_agent", agent]
-    else:
-        options = ["-launcher", "ssh", "-launcher-exec", agent, "-hosts", where]
-    program = [sys.executable, str(SCRIPTS / "elastic_training.py"), *arguments]
-    settings = [f"{name}={value}" for name, value in (env | {"OMP_NUM_THREADS": "1"}).items()]
-    words = ["env", *settings, find(), *options, "-n", str(ranks), *program]
-    done = hosts.try_cluster("run", "head", *words, timeout=150)
-    print(done.stdout, done.stderr)  # pytest shows it when the test fails
+    options = ["--with-ft", "ulfm"] if OPEN_MPI else []
+    script = str(SCRIPTS / "elastic_training.py")
+    done = hosts.mpirun(where, script, *arguments, options=options, timeout=150, env=env)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -48,7 +39,7 @@ def ends(said: str) -> "list[dict]":
 
 @needs_ulfm
 def test_all_ranks_of_a_host_are_lost(hosts: Hosts) -> None:
-    status, said = train(hosts, "node1:2,node2:2", 4, "300", "--kill=2:0.5", "--kill=3:0.5")
+    status, said = train(hosts, "node1:2,node2:2", "300", "--kill=2:0.5", "--kill=3:0.5")
     assert status == 0
     ended = ends(said)
     assert sorted(each["rank"] for each in ended) == [0, 1]
@@ -70,7 +61,7 @@ def test_a_host_that_is_switched_off_ends_the_job(hosts: Hosts) -> None:
 
     with ThreadPoolExecutor(1) as thread:
         off = thread.submit(switch_off)
-        _, said = train(hosts, "node1:2,node2:2", 4, "1000000", "--under-way", str(under_way))
+        _, said = train(hosts, "node1:2,node2:2", "1000000", "--under-way", str(under_way))
         ended = time.monotonic()
         assert ended - off.result(timeout=10) < 30
     hosts.cluster("on", "node2")

@@ -8,6 +8,7 @@ import torch
 from models import loss_of, mlp
 from optimizer_pairs import assert_same_parameters, assert_same_state, train
 from pretended_nodes import NODES, group_on
+from random_programs import chain
 from replicas import RANK, SIZE, assert_close, assert_same_bits, batch_of, share, together
 from torch import Tensor, nn
 
@@ -114,6 +115,38 @@ def test_on_nodes(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         train(models, 4, width=3)
         assert_same_parameters(models[1][0], models[0][0])
         assert_same_bits(models[1][0].named_parameters())
+
+
+def of_several_dtypes(group: Any, shared: bool) -> "tuple[DDP, list[Any]]":
+    """Return a model, and a group of parameters for each of its dtypes."""
+    torch.manual_seed(3)
+    layers = chain((3, 30, 20, 3), (torch.float32, torch.float64, torch.bfloat16))
+    model = DDP(layers, process_group=group, shared_parameters=shared)
+    return model, [{"params": list(layers[place].parameters())} for place in (0, 2, 4)]
+
+
+@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES.keys())
+def test_several_dtypes(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adafactor takes a setting from a group's first dtype, whichever a rank steps first."""
+    with group_on(nodes, monkeypatch) as group:
+        plain, groups = of_several_dtypes(group, shared=False)
+        model, own = of_several_dtypes(group, shared=True)
+        with together(), pytest.raises(TypeError, match="each dtype a group of their own"):
+            NodeOptimizer(model, torch.optim.Adafactor, lr=0.05)
+        models = [
+            (plain, torch.optim.Adafactor(groups, lr=0.05)),
+            (model, NodeOptimizer(model, torch.optim.Adafactor, own, lr=0.05)),
+        ]
+        train(models, 4, width=3)
+        assert_same_parameters(model, plain)
+        assert_same_bits(model.named_parameters())
+
+
+def test_other_optimizers_of_several_dtypes() -> None:
+    """What looks at no other parameter takes all in one group, known to us or not."""
+    for optimizer_class in (torch.optim.AdamW, Clamping):
+        model, _ = of_several_dtypes(None, shared=True)
+        NodeOptimizer(model, optimizer_class, lr=0.05)
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Rows"])

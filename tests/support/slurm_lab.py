@@ -1,4 +1,4 @@
-"""A cluster of some nodes with a real SLURM, for tests (tests/lab/README.md)."""
+"""A cluster of some nodes for tests, with a real SLURM or without (tests/lab/README.md)."""
 
 import contextlib
 import os
@@ -6,9 +6,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import mpirun
 import pytest
 
 __all__ = ["ROOT", "Hosts", "reason_to_skip", "start_hosts"]
@@ -83,20 +84,62 @@ class Hosts:
         print(done.stdout, done.stderr)  # pytest shows it when the test fails
         return done
 
+    def mpirun(
+        self,
+        where: str,
+        *command: str,
+        options: Sequence[str] = (),
+        turns: bool = False,
+        timeout: float = 60,
+        env: Mapping[str, str] | None = None,
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run `python COMMAND` from the head with mpirun.
+
+        Args:
+            where: nodes and how many ranks each, as "node1:3,node2:1".
+            command: a script and its arguments.
+            options: more of mpirun.
+            turns: whether ranks are placed by turns, each on the next node that has room.
+            timeout: seconds.
+            env: is added to the environment of the ranks.
+        """
+        agent = self.env["LAB_DIR"] + "/agent"
+        rooms = {
+            node: int(room) for node, _, room in (each.partition(":") for each in where.split(","))
+        }
+        if self.mpi == "Open MPI":
+            words = ["--prtemca", "plm_ssh_agent", agent, "--host", where]
+            words += ["--map-by", "node" if turns else "slot"]
+        else:
+            placed = ",".join(_by_turns(rooms)) if turns else where
+            words = ["-launcher", "ssh", "-launcher-exec", agent, "-hosts", placed]
+        settings = [
+            f"{name}={value}"
+            for name, value in ({"OMP_NUM_THREADS": "1"} | dict(env or {})).items()
+        ]
+        done = self.try_cluster(
+            *("run", "head", "env", *settings, mpirun.find(), *words, *options),
+            *("-n", str(sum(rooms.values())), sys.executable, *command),
+            timeout=timeout,
+        )
+        print(done.stdout, done.stderr)  # pytest shows it when the test fails
+        return done
+
 
 @contextlib.contextmanager
-def start_hosts(nodes: int) -> Iterator[Hosts]:
+def start_hosts(nodes: int, slurm: bool = True) -> Iterator[Hosts]:
     """Start a cluster that ends with this process at the latest; skip the test where none can be.
 
     Args:
         nodes: how many, besides the head.
+        slurm: whether SLURM runs there.
     """
-    if reason := reason_to_skip():
+    if reason := reason_to_skip(slurm):
         pytest.skip(reason)
     # In /tmp, whatever TMPDIR is: the hosts have it in common, and not /var/tmp.
     with tempfile.TemporaryDirectory(prefix="mpiddp-slurm-", dir="/tmp") as name:
         hosts = Hosts(Path(name))
-        if hosts.mpi not in SRUN:
+        if slurm and hosts.mpi not in SRUN:
             pytest.skip(f"how srun starts {hosts.mpi} is not known")
         # The cluster goes down when this process closes the pipe, even by being killed.
         guard = subprocess.Popen(
@@ -108,21 +151,27 @@ def start_hosts(nodes: int) -> Iterator[Hosts]:
             start_new_session=True,
         )
         try:
-            _bring_up(hosts, nodes)
+            _bring_up(hosts, nodes, slurm)
             yield hosts
         finally:
             guard.communicate(timeout=30)
 
 
-def _bring_up(hosts: Hosts, nodes: int) -> None:
+def _bring_up(hosts: Hosts, nodes: int, slurm: bool) -> None:
     try:
-        hosts.cluster("up", str(nodes), "--slurm", timeout=150)
+        hosts.cluster("up", str(nodes), *(["--slurm"] if slurm else []), timeout=150)
     except AssertionError as error:
         log = hosts.folder / "lab" / "log" / "apt.log"
-        if log.exists() and not shutil.which("slurmctld"):
+        if slurm and log.exists() and not shutil.which("slurmctld"):
             lines = log.read_text(encoding="utf-8").splitlines()[-3:]
             pytest.skip(f"SLURM's packages cannot be installed: {' / '.join(lines) or error}")
         raise
+
+
+def _by_turns(rooms: Mapping[str, int]) -> Iterator[str]:
+    """Yield a node with one rank again and again, those with room in turn."""
+    for turn in range(max(rooms.values())):
+        yield from (f"{node}:1" for node, room in rooms.items() if room > turn)
 
 
 def _running_mpi() -> str:
@@ -137,12 +186,12 @@ def _running_mpi() -> str:
     ).stdout.strip()
 
 
-def reason_to_skip() -> str | None:
+def reason_to_skip(slurm: bool = True) -> str | None:
     """Return why no hosts can be made here, None if they can."""
     if os.geteuid() != 0:
         return "making hosts needs root"
-    if not shutil.which("apt-get"):
-        return "SLURM comes from Debian's packages, and there is no apt-get"
+    if not shutil.which("apt-get") and (slurm or not shutil.which("ip")):
+        return "what hosts need comes from Debian's packages, and there is no apt-get"
     probe = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc"]
     try:
         subprocess.run([*probe, "true"], capture_output=True, timeout=10, check=True)
