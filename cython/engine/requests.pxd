@@ -1,4 +1,4 @@
-from mpi4py.libmpi cimport MPI_Request, MPI_Status
+from mpi4py.libmpi cimport MPI_Comm, MPI_Request, MPI_Status
 
 from mpiddp.engine.engine cimport Channel, Engine
 from mpiddp.engine.interface cimport Job, Transport
@@ -11,6 +11,16 @@ cdef struct RequestState:
     MPI_Status status
     int code                # MPI error code, 0 while all is well
     int given_up            # whether a receive is to be taken back, or the request forgotten
+    # Of an arrival for which no message has come.
+    int awaits
+    MPI_Comm comm
+    void *buffer
+    int count
+    int tag
+
+
+cdef enum:
+    MOST_ASKED = 64
 
 
 cdef struct RequestsState:
@@ -19,6 +29,10 @@ cdef struct RequestsState:
     pthread_cond_t changed
     int watchers
     unsigned int finished   # how many submitted requests have finished
+    # Of arrivals that have asked in vain in this round; more than there is room for: no other asks.
+    int asked
+    MPI_Comm comms[MOST_ASKED]
+    int tags[MOST_ASKED]
 
 
 cdef class Requests:
@@ -27,6 +41,12 @@ cdef class Requests:
     cdef readonly bint crowded
     cdef Channel channel
     cdef int process_id
+
+
+cdef class Arrival:
+    cdef size_t address
+    cdef int count
+    cdef int tag
 
 
 cdef class Pending:

@@ -14,13 +14,16 @@ class Requests:
     @property
     def address(self) -> int: ...
 
+class Arrival:
+    def __init__(self, address: int, count: int, tag: int) -> None: ...
+
 class Pending:
     call: str
     expected: int
     def __init__(
         self,
         requests: Requests,
-        request: MPI.Request,
+        request: MPI.Request | Arrival,
         communicator: MPI.Comm,
         call: str,
         memory: object,

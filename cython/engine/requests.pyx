@@ -3,18 +3,31 @@
 A collective that the caller waits for at once is tested by the caller and by nobody else.
 One that is to progress in the background is submitted to the engine, whose thread tests it
 together with the buckets of gradients.
+
+Note [Messages from anybody]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+With netmod UCX, MPICH 5.0 never ends some receives from MPI_ANY_SOURCE whose message comes from
+another node, and then delays what else the process receives. To ask whether a message has come
+works. So an `Arrival` takes the place of such a request: whoever would test the request asks, and
+receives what has come from the rank that it has come from. Until then MPI does not know the memory.
+Only the engine asks, in the order in which receives began. Where one has asked in vain, none with
+its tag asks before it has asked again: so messages come in the order of the receives.
 """
 
 from cpython.exc cimport PyErr_CheckSignals
 from posix.time cimport CLOCK_MONOTONIC, timespec
 
 from mpi4py.libmpi cimport (
+    MPI_ANY_SOURCE,
     MPI_BYTE,
     MPI_Cancel,
     MPI_COMM_NULL,
     MPI_Comm,
     MPI_Count,
     MPI_Get_elements_x,
+    MPI_Improbe,
+    MPI_Imrecv,
+    MPI_Message,
     MPI_Request,
     MPI_SUCCESS,
     MPI_Test,
@@ -56,6 +69,50 @@ _abandoned = []
 _dropped = []
 
 
+cdef int begin_round(Transport *transport, int *advanced) noexcept nogil:
+    """Let all arrivals ask again."""
+    (<RequestsState *>transport).asked = 0
+    return MPI_SUCCESS
+
+
+cdef int may_ask(RequestsState *state, RequestState *arrival) noexcept nogil:
+    """Return whether no earlier arrival with its tag has asked in vain in this round."""
+    cdef int index
+    if state.asked > MOST_ASKED:
+        return 0
+    for index in range(state.asked):
+        if state.comms[index] == arrival.comm and state.tags[index] == arrival.tag:
+            return 0
+    return 1
+
+
+cdef void note_in_vain(RequestsState *state, RequestState *arrival) noexcept nogil:
+    if state.asked < MOST_ASKED:
+        state.comms[state.asked] = arrival.comm
+        state.tags[state.asked] = arrival.tag
+    state.asked += 1
+
+
+cdef int test_or_receive(
+        RequestsState *all_of_them, RequestState *state, int *finished) noexcept nogil:
+    """Test a request, and receive first what has come for an arrival; return MPI's error code."""
+    cdef MPI_Message message
+    cdef int found = 0, code
+    if state.awaits:
+        if not may_ask(all_of_them, state):
+            return MPI_SUCCESS
+        code = MPI_Improbe(
+            MPI_ANY_SOURCE, state.tag, state.comm, &found, &message, &state.status)
+        if code != MPI_SUCCESS or not found:
+            note_in_vain(all_of_them, state)
+            return code
+        state.awaits = 0
+        code = MPI_Imrecv(state.buffer, state.count, MPI_BYTE, &message, &state.request)
+        if code != MPI_SUCCESS:
+            return code
+    return MPI_Test(&state.request, finished, &state.status)
+
+
 cdef Advance advance(Transport *transport, Job *job, int helping) noexcept nogil:
     """Test one submitted request; one that failed is done, and the others go on."""
     cdef RequestState *state = <RequestState *>job.context
@@ -65,8 +122,10 @@ cdef Advance advance(Transport *transport, Job *job, int helping) noexcept nogil
         return ADVANCE_DONE
     if wish == TAKEN_BACK:      # by the thread that tests it, as MPI wants
         store(&state.given_up, 0)
+        if state.awaits:
+            return ADVANCE_DONE
         MPI_Cancel(&state.request)
-    state.code = MPI_Test(&state.request, &finished, &state.status)
+    state.code = test_or_receive(<RequestsState *>transport, state, &finished)
     if finished or state.code != MPI_SUCCESS:
         return ADVANCE_DONE
     return ADVANCE_PENDING
@@ -122,6 +181,7 @@ cdef class Requests:
         self.state.transport.wants_thread = True
         self.state.transport.quiet = True
         self.state.transport.call = "MPI_Test"
+        self.state.transport.poll = begin_round
         self.state.transport.advance = advance
         self.state.transport.finished = finished
         check_errno(pthread_mutex_init(&self.state.lock, NULL), "pthread_mutex_init")
@@ -191,6 +251,23 @@ cdef class Requests:
         return <size_t>&self.state.transport
 
 
+cdef class Arrival:
+    """What a message from any rank is to be received into, see Note [Messages from anybody].
+
+    Not collective.
+
+    Args:
+        address: of the memory.
+        count: its bytes.
+        tag: of the message.
+    """
+
+    def __cinit__(self, size_t address, int count, int tag):
+        self.address = address
+        self.count = count
+        self.tag = tag
+
+
 cdef class Pending:
     """One nonblocking MPI operation.
 
@@ -198,7 +275,7 @@ cdef class Pending:
 
     Args:
         requests: those of the process.
-        request: mpi4py's object, which nobody else tests or waits for.
+        request: mpi4py's object, which nobody else tests or waits for; or an `Arrival`.
         communicator: mpi4py's object, on which it runs; named in errors.
         call: the MPI function that began it, for errors.
         memory: what MPI reads and writes; kept until the operation has ended, even if an exception
@@ -214,7 +291,14 @@ cdef class Pending:
         self.communicator = communicator
         self.call = call
         self.memory = memory
-        self.state.request = <MPI_Request><size_t>request.handle
+        if isinstance(request, Arrival):
+            self.state.comm = <MPI_Comm><size_t>communicator.handle
+            self.state.buffer = <void *>(<Arrival>request).address
+            self.state.count = (<Arrival>request).count
+            self.state.tag = (<Arrival>request).tag
+            self.state.awaits = 1
+        else:
+            self.state.request = <MPI_Request><size_t>request.handle
         self.expected = -1
 
     def __del__(self):
@@ -239,7 +323,7 @@ cdef class Pending:
                 check_process(f"the test of {self.call}")
             if self.channel is not None:
                 self.requests.engine.step()
-            else:
+            elif not self.state.awaits:
                 self.state.code = MPI_Test(&self.state.request, &finished, &self.state.status)
                 self.ended = finished or self.state.code != MPI_SUCCESS
         if self.done:
@@ -266,6 +350,8 @@ cdef class Pending:
         cdef Engine engine = self.requests.engine
         if is_child() and not finished:
             check_process(f"the wait for {self.call}")
+        if self.state.awaits and self.channel is None:
+            self.requests.submit(self)
         while not finished:
             until = now() + min(limit - running, SIGNAL_CHECK)
             if self.channel is not None:
@@ -305,6 +391,9 @@ cdef class Pending:
         if self.channel is not None:
             store(&self.state.given_up, TAKEN_BACK)
             self.channel.wait_until(&self.state.job, until, 0.0)
+            return
+        if self.state.awaits:
+            self.ended = True
             return
         MPI_Cancel(&self.state.request)
         with nogil:

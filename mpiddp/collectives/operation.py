@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
     from mpi4py import MPI
 
-    from mpiddp.engine.requests import Pending
+    from mpiddp.engine.requests import Arrival, Pending
     from mpiddp.mpi.blocks import Block
 
 # See Note [An operation is a generator].
@@ -37,6 +37,12 @@ class SentBlock(NamedTuple):
         return self.pending.done and self.block.differs
 
 
+class Place(Protocol):
+    """Where the ranks of a group are."""
+
+    all_here: bool
+
+
 class Group(Protocol):
     """The ranks of one communicator, as operations see them."""
 
@@ -47,10 +53,21 @@ class Group(Protocol):
         """Return the number of ranks in the group. Not collective."""
 
     @property
+    def me(self) -> str:
+        """This rank's number in the world, for messages."""
+
+    def describe_ranks(self, members: Iterable[int]) -> str:
+        """Return words such as "ranks 0 to 3 and 7" for ranks in the group. Not collective."""
+
+    @property
+    def state(self) -> Place:
+        """Whether all ranks share this node's memory, and more."""
+
+    @property
     def communicator(self) -> MPI.Intracomm:
         """The group's communicator; operations start on it in the same order on all ranks."""
 
-    def pending(self, request: MPI.Request, call: str, *memory: object) -> Pending:
+    def pending(self, request: MPI.Request | Arrival, call: str, *memory: object) -> Pending:
         """Return what to yield for a request that the MPI function `call` has made.
 
         Not collective. `memory` is kept until the request has ended.

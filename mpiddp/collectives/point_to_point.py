@@ -15,6 +15,7 @@ import torch
 from mpi4py import MPI
 
 from mpiddp.collectives import packing
+from mpiddp.engine.requests import Arrival
 from mpiddp.mpi import datatypes
 
 if TYPE_CHECKING:
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
 LARGEST_COUNT = 2**62 if MPI.Get_version() >= (4, 0) else 2**31 - 1
 
 ANY_SOURCE = -1
+
+# Whether MPI may not end a receive from any source whose message comes from another node, see
+# Note [Messages from anybody]. Arrivals count in C ints.
+MAY_MISS = MPI.get_vendor()[0] == "MPICH"
+_LARGEST_ARRIVAL = 2**31 - 1
 
 # Kinds of messages with tags of their own.
 EXCHANGE, BARRIER = 0, 1
@@ -70,8 +76,9 @@ def receive(group: Group, tensors: list[torch.Tensor], source: int, tag: int) ->
         )
         if received != expected:
             raise RuntimeError(
-                f"rank {group.rank()}: a message of {received} bytes from rank "
-                f"{several[0].source} was received into a tensor of {expected} bytes "
+                f"rank {group.me}: a message of {received} bytes from "
+                f"{group.describe_ranks([several[0].source])} was received into a tensor of "
+                f"{expected} bytes "
                 f"({target.dtype}, shape {tuple(target.shape)})"
             )
         packing.write_back(target, tensor)
@@ -93,13 +100,16 @@ def send_bytes(group: Group, source: torch.Tensor, to: int, tag: int) -> list[Pe
 def receive_bytes(group: Group, target: torch.Tensor, source: int, tag: int) -> list[Pending]:
     """Start receiving what `send_bytes` sends. Not collective."""
     return [
-        group.pending(
-            group.communicator.Irecv(datatypes.buffer_of(piece), source=source, tag=tag),
-            "MPI_Irecv",
-            piece,
-        )
+        group.pending(_request(group, piece, source, tag), "MPI_Irecv", piece)
         for piece in byte_pieces(target)
     ]
+
+
+def _request(group: Group, piece: torch.Tensor, source: int, tag: int) -> MPI.Request | Arrival:
+    may_miss = MAY_MISS and source == MPI.ANY_SOURCE and not group.state.all_here
+    if may_miss and piece.nbytes <= _LARGEST_ARRIVAL:
+        return Arrival(piece.data_ptr(), piece.nbytes, tag)
+    return group.communicator.Irecv(datatypes.buffer_of(piece), source=source, tag=tag)
 
 
 def exchange(
@@ -160,7 +170,8 @@ def check_sizes(group: Group, name: str, waited: Sequence[Pending]) -> None:
     for pending in waited:
         if pending.expected >= 0 and pending.received != pending.expected:
             words = f"{pending.received} bytes where {pending.expected} were expected"
-            raise group.unlike(name, f"rank {pending.source} of the group has sent {words}")
+            who = group.describe_ranks([pending.source])
+            raise group.unlike(name, f"{who} has sent {words}")
 
 
 @functools.cache

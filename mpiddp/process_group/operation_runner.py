@@ -20,7 +20,7 @@ from mpiddp.collectives import in_block
 from mpiddp.collectives.operation import Operation, SentBlock
 from mpiddp.engine import forks
 from mpiddp.engine.engine import Engine
-from mpiddp.engine.requests import Pending, Requests
+from mpiddp.engine.requests import Arrival, Pending, Requests
 from mpiddp.flight_recorder import ring, sources
 from mpiddp.flight_recorder.call_text import Call as RecordedCall
 from mpiddp.flight_recorder.call_text import call_of
@@ -195,7 +195,7 @@ class OperationRunner(OperationErrors):
 
     # For code that is built on this class.
 
-    def pending(self, request: MPI.Request, call: str, *memory: object) -> Pending:
+    def pending(self, request: MPI.Request | Arrival, call: str, *memory: object) -> Pending:
         """Return what an operation yields for a request that MPI function `call` has made.
 
         Not collective. `memory` is kept until the request has ended.
