@@ -146,7 +146,7 @@ def all_joined(ReducerState reducer not None):
     cdef Bucket bucket
     if reducer.counting < 0:
         raise RuntimeError(
-            f"rank {reducer.process_group.rank()}: a rank cannot join while others reduce sparse "
+            f"rank {reducer.process_group.me}: a rank cannot join while others reduce sparse "
             f"gradients only"
         )
     bucket = <Bucket>reducer.buckets[reducer.counting]

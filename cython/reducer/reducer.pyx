@@ -375,7 +375,7 @@ cdef class Reducer(ReducerState):
             self.incomplete |= sparse.reduce(self)
         if self.post_backward_futures:
             futures, self.post_backward_futures = self.post_backward_futures, []
-            wait_for_all(futures, self.process_group.rank(), self.process_group.timeout)
+            wait_for_all(futures, self.process_group.me, self.process_group.timeout)
         self._after_reduction()
         if self.out_of_step:
             self.out_of_step = False
@@ -395,7 +395,7 @@ cdef class Reducer(ReducerState):
         """
         check_process("forward of DistributedDataParallel with gradients enabled")
         if not self.buckets:
-            raise RuntimeError(f"rank {self.process_group.rank()}: {NO_BUCKETS}")
+            raise RuntimeError(f"rank {self.process_group.me}: {NO_BUCKETS}")
         self.iterations += 1
         self.forward_began = now()
         if self.divisor != self.world_size:
@@ -404,7 +404,7 @@ cdef class Reducer(ReducerState):
             release_unused(self)
         if self.expecting and (self.ready or self.late or self.failed):
             raise_unfinished(
-                self.without_gradient(), len(self.parameters), self.process_group.rank(),
+                self.without_gradient(), len(self.parameters), self.process_group.me,
                 self.describe_parameter, self.static_graph,
             )
 

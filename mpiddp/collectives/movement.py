@@ -244,7 +244,7 @@ def check_gathered(group: Group, output: Sequence[torch.Tensor], tensor: torch.T
     if own.dtype != tensor.dtype or own.numel() != tensor.numel():
         raise ValueError(
             f"all_gather of {tensor.numel()} elements of {tensor.dtype} needs an output of "
-            f"that size and dtype for rank {group.rank()}, not {own.numel()} of {own.dtype}"
+            f"that size and dtype for rank {group.me}, not {own.numel()} of {own.dtype}"
         )
 
 

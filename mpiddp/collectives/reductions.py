@@ -348,7 +348,7 @@ def _check_parts(group: Group, output: torch.Tensor, parts: Sequence[torch.Tenso
     own = parts[group.rank()]
     if own.numel() != output.numel():
         raise ValueError(
-            f"reduce_scatter of {own.numel()} elements for rank {group.rank()} into an output of "
+            f"reduce_scatter of {own.numel()} elements for rank {group.me} into an output of "
             f"{output.numel()}"
         )
     for part in parts:

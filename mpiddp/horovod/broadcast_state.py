@@ -212,7 +212,7 @@ def _broadcast_object(value: Any, root: int, group: ProcessGroup) -> Any:
     fine, content = message[0]
     if not fine:
         raise RuntimeError(
-            f"rank {group.rank()}: the state of the root's optimizer cannot be pickled: {content}"
+            f"rank {group.me}: the state of the root's optimizer cannot be pickled: {content}"
         )
     return pickle.loads(content)  # noqa: S301  # of a rank of this job
 
@@ -233,7 +233,7 @@ def _require_equal(group: ProcessGroup, what: str, description: Mapping[str, str
     found = model_check.differences(group, description)
     if found:
         raise RuntimeError(
-            f"rank {group.rank()}: the ranks broadcast {what}: {'; '.join(found)}. Call it on all "
+            f"rank {group.me}: the ranks broadcast {what}: {'; '.join(found)}. Call it on all "
             f"ranks with the same model"
         )
 

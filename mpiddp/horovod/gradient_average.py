@@ -201,7 +201,7 @@ class GradientAverage:
         """
         if self.in_flight:
             raise RuntimeError(
-                f"rank {self._settings.group.rank()}: hvd.join() was called between backward and "
+                f"rank {self._settings.group.me}: hvd.join() was called between backward and "
                 f"step() of a DistributedOptimizer: step first"
             )
         if self._first is not None:
@@ -236,7 +236,7 @@ class GradientAverage:
     def _made_reducer(self) -> OptimizerReducer:
         if self.reducer is None:
             raise RuntimeError(
-                f"rank {self._settings.group.rank()}: this DistributedOptimizer has no buckets, "
+                f"rank {self._settings.group.me}: this DistributedOptimizer has no buckets, "
                 f"because they could not be made in an earlier step: make it again"
             )
         return self.reducer
@@ -367,7 +367,7 @@ def _reduce_compressed(
     if buffer.layout is not torch.strided:
         if op not in (Average, Sum):
             raise NotImplementedError(  # only sums exist of sparse gradients
-                f"rank {group.rank()}: sparse gradients cannot be reduced with op=hvd.{op.name}; "
+                f"rank {group.me}: sparse gradients cannot be reduced with op=hvd.{op.name}; "
                 f"give sparse_as_dense=True to the DistributedOptimizer"
             )
         buffer = buffer.coalesce()

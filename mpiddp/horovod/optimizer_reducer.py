@@ -124,7 +124,7 @@ class OptimizerReducer(TorchReducer):
         uncaught.take_part()
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
-                f"rank {self.process_group.rank()}: step() or synchronize() of a "
+                f"rank {self.process_group.me}: step() or synchronize() of a "
                 f"DistributedOptimizer was called within a backward pass: call it afterwards"
             )
         self._refuse_changes()
@@ -138,7 +138,7 @@ class OptimizerReducer(TorchReducer):
         for index, taken in self._taken.items():
             if not taken.is_unchanged(self.parameters[index].grad):
                 raise RuntimeError(
-                    f"rank {self.process_group.rank()}: the gradient of "
+                    f"rank {self.process_group.me}: the gradient of "
                     f"{self.describe_parameter(index)} was changed between backward and "
                     f"synchronize(), while it was being averaged. To clip or unscale gradients, "
                     f"call optimizer.synchronize() first and step() inside of `with "
@@ -148,4 +148,4 @@ class OptimizerReducer(TorchReducer):
     def note_error(self, error: Exception) -> None:
         """Raise Horovod's kind of error for a backward pass too many. Not collective."""
         if _READY_TWICE in str(error):
-            raise AssertionError(f"rank {self.process_group.rank()}: {TOO_MANY_PASSES}") from error
+            raise AssertionError(f"rank {self.process_group.me}: {TOO_MANY_PASSES}") from error

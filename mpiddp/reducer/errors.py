@@ -85,7 +85,7 @@ def raise_missing_gradients(
 def raise_unfinished(
     left: Sequence[int],
     count: int,
-    rank: int,
+    rank: str,
     describe_parameter: Callable[[int], str],
     static_graph: bool,
 ) -> NoReturn:
@@ -94,7 +94,7 @@ def raise_unfinished(
     Args:
         left: indices of the parameters that were not ready.
         count: how many parameters there are.
-        rank: this one.
+        rank: this one, as `process_group.me`.
         describe_parameter: returns the name and shape of a parameter.
         static_graph: whether the first backward has told which gradients to expect.
 
@@ -105,7 +105,7 @@ def raise_unfinished(
     rest = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
     raise RuntimeError(
         f"{_UNFINISHED}{' ' + _GRAPH_CHANGED if static_graph else ''}"
-        f"{_without_gradient(str(rank), left)}\n"
+        f"{_without_gradient(rank, left)}\n"
         f"the previous backward pass ended before all gradients were reduced: "
         f"{count - len(left)} of {count} parameters had theirs"
         f"{', but not ' if shown else ''}{', '.join(shown)}{rest}. "

@@ -17,7 +17,7 @@ def completed(future: Any, timeout: timedelta) -> bool:
     return event.wait(timeout.total_seconds())
 
 
-def wait_for_all(futures: Iterable[Any], rank: int, timeout: timedelta) -> None:
+def wait_for_all(futures: Iterable[Any], rank: str, timeout: timedelta) -> None:
     """Wait for the futures that hooks of the buffers have returned. Not collective.
 
     Raises:
