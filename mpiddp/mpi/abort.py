@@ -29,10 +29,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-__all__ = ["abort_job", "call_before_abort", "time_limit"]
+__all__ = ["abort_job", "call_before_abort", "is_ending", "time_limit"]
 
 # Called to send out what this process has printed.
 _release: list[Callable[[], None]] = []
+# Whether this process ends the job.
+_ending = False
 
 # Seconds to wait for a launcher that does not read.
 _PATIENCE = 2.0
@@ -51,6 +53,11 @@ def call_before_abort(release: Callable[[], None]) -> None:
     _release.append(release)
 
 
+def is_ending() -> bool:
+    """Return whether this process has begun to end the job. Not collective."""
+    return _ending
+
+
 def abort_job(code: int, last_words: Callable[[], object] | None = None) -> None:
     """Call MPI_Abort on the world once this process's output has left it.
 
@@ -63,6 +70,8 @@ def abort_job(code: int, last_words: Callable[[], object] | None = None) -> None
         code: exit status of the job, where the launcher passes it on.
         last_words: prints why the job ends; what it raises is ignored.
     """
+    global _ending
+    _ending = True
     with time_limit(code) as nowhere:
         try:
             for step in (last_words, *_release, _send_out):

@@ -8,12 +8,10 @@ A process that ends properly is in MPI_Finalize until all are, so nobody waits f
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +22,7 @@ from mpiddp.flight_recorder import page, ring, sources
 from mpiddp.flight_recorder.torch_format import words_of
 from mpiddp.mpi.abort import abort_job
 from mpiddp.mpi.nodes import ranks_of_node
-from mpiddp.process_group import node_states
+from mpiddp.process_group import node_states, sudden_ends
 from mpiddp.system import running_time
 
 if TYPE_CHECKING:
@@ -37,11 +35,6 @@ _GRACE = 1.5
 # Seconds by which each further rank of a node waits longer, so that one speaks first.
 _STAGGER = 0.2
 _MOST_STAGGERED = 10
-
-# struct pidfd_info of linux/pidfd.h: the mask, 52 bytes of other facts, the exit status.
-_INFORMATION = struct.Struct("=Q52xi")
-_PIDFD_INFO_EXIT = 1 << 3
-_PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(PIDFS_IOCTL_MAGIC, 11, struct pidfd_info)
 
 
 @dataclass
@@ -80,6 +73,8 @@ class DeadPeers:
                     self._peers[descriptor] = _Peer(rank, process_id)
                     self._poll.register(descriptor, select.POLLIN)
         node_states.begin(beside)
+        watched = {p.rank: (p.process_id, fd) for fd, p in self._peers.items()}
+        self._sudden_ends = sudden_ends.SuddenEnds(self._rank, watched)
         # Called instead of ending the job, where the others can go on.
         self.on_loss: Callable[[], None] | None = None
         # So nobody has ended, and its number is nobody else's, before all have looked.
@@ -106,6 +101,7 @@ class DeadPeers:
     def close(self) -> None:
         """Stop watching. Not collective."""
         node_states.end()
+        self._sudden_ends.stop()
         for descriptor in self._peers:
             os.close(descriptor)
         self._peers.clear()
@@ -150,14 +146,8 @@ def end_job(rank: int, loss: str, waits: str) -> None:
 
 def _end_of(descriptor: int) -> str:
     """Return how the process of a pidfd has ended, as far as Linux (6.15 or newer) tells."""
-    information = bytearray(_INFORMATION.size)
-    _INFORMATION.pack_into(information, 0, _PIDFD_INFO_EXIT, 0)
-    try:
-        fcntl.ioctl(descriptor, _PIDFD_GET_INFO, information)
-    except OSError:
-        return "has ended"
-    mask, status = _INFORMATION.unpack(information)
-    if not mask & _PIDFD_INFO_EXIT:
+    status = sudden_ends.exit_status(descriptor)
+    if status is None:
         return "has ended"
     if os.WIFSIGNALED(status):
         return f"was ended by {signal.Signals(os.WTERMSIG(status)).name}"
