@@ -10,6 +10,7 @@ from pathlib import Path
 import mpirun
 import pytest
 
+import mpiddp
 from mpiddp.process_group.sudden_ends import SuddenEnds, exit_status
 
 
@@ -82,6 +83,10 @@ SCRIPT = """
 
 
 @tells
+@pytest.mark.skipif(
+    mpiddp.compiled_against()[0] != "Open MPI",
+    reason="MPICH's launcher names process and signal, and ends all ranks at once",
+)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=lambda n: n.name)
 @pytest.mark.parametrize("who", [0, 1])
 def test_who_is_named(tmp_path: Path, who: int, number: signal.Signals) -> None:
