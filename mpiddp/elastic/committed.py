@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
+import re
 import time
+import warnings
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from mpiddp.checkpoint import folders
 from mpiddp.checkpoint.claims import name_in_slurm
-from mpiddp.checkpoint.loading import load
+from mpiddp.checkpoint.loading import Checkpoint, load
 from mpiddp.checkpoint.ranks import Ranks
 from mpiddp.checkpoint.saving import save
 from mpiddp.checkpoint.sharded import is_sharded
@@ -28,6 +35,12 @@ __all__ = ["Committed"]
 # What snapshots, checkpoints and messages have beside the parts; no part can be called so. The
 # random states are by rank.
 _RANDOM, _BUFFERS = "random states", "buffers beside state_dict"
+
+# Where a state has other objects than weights have.
+_TO_READ_THEM = (
+    "only if you say that nobody else can write into the folder: elastic.State(..., "
+    "weights_only=False). Or name the types: torch.serialization.add_safe_globals"
+)
 
 # The share of the time that looking whether a snapshot is due may take.
 _LOOKING = 0.01
@@ -66,9 +79,12 @@ class Committed:
         every: int,
         name: str | None,
         parts: dict[str, Any],
+        weights_only: bool = True,
     ) -> None:
         """Take the arguments of `State`; see there. Not collective."""
         self._check_names(parts)
+        self._weights_only = weights_only
+        self._looked_at_file = False
         self._checkpoints, self._every = checkpoints, every
         self._name = name or name_in_slurm()
         self._snapshots = Snapshots(self._name) if self._name else None
@@ -108,7 +124,8 @@ class Committed:
             self._look(self._snapshots)
         if self._checkpoints is not None and self._commits % self._every == 0:
             packed = Ranks(None).gather(random_states.packed(self._random))
-            save(self._everything() | {_RANDOM: packed}, self._checkpoints, step=self._commits)
+            state = self._everything() | {_RANDOM: packed}
+            self._look_at_file(save(state, self._checkpoints, step=self._commits))
 
     def restore(self) -> None:
         """Go back to the last commit: all parts, and this rank's random numbers. Not collective.
@@ -167,7 +184,7 @@ class Committed:
         self._check_whole()
         found = [self._snapshots.load(weights_only=False)] if self._snapshots is not None else []
         if self._checkpoints is not None:
-            found.append(load(self._checkpoints, weights_only=False))
+            found.append(self._load(self._checkpoints))
         newest = max((each for each in found if each), key=lambda each: each.step, default=None)
         ranks = Ranks(None)
         if newest is None or newest.step <= max(ranks.gather(self._commits)):
@@ -181,6 +198,39 @@ class Committed:
         self._note()
         self._count_from(newest.step)
         return True
+
+    def _load(self, root: str | os.PathLike[str]) -> Checkpoint | None:
+        """Load the newest checkpoint. Collective.
+
+        Raises:
+            RuntimeError: it has objects that are read only where the user has said so.
+        """
+        try:
+            return load(root, weights_only=self._weights_only)
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            told = str(error)
+            if not self._weights_only or "weights_only" not in told:
+                raise
+            names = re.search(r"GLOBAL (\S+)", told)
+            raise RuntimeError(
+                f"rank {Ranks(None).rank}: the newest checkpoint in {root} has objects of "
+                f"{names[1] if names else 'other types'}. To read such ones runs code, so it is "
+                f"{_TO_READ_THEM}"
+            ) from error
+
+    def _look_at_file(self, path: Path) -> None:
+        """Say at the first checkpoint if `resume` will not read it. Not collective."""
+        if self._looked_at_file or not self._weights_only or Ranks(None).rank:
+            return
+        self._looked_at_file = True
+        names = get_unsafe_globals_in_checkpoint(path / folders.STATE)
+        if names:
+            warnings.warn(
+                f"mpiddp: rank 0: the state has objects of {', '.join(names)}. To read such ones "
+                f"from a file runs code, so resume() does it {_TO_READ_THEM}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _after_a_restart(self) -> str:
         """Return in words from where a job goes on that is started again. Not collective."""

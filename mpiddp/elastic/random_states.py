@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import json
 import pickle
 import random
 import sys
@@ -12,6 +14,19 @@ import torch
 from torch import Tensor
 
 __all__ = ["current", "derive", "packed", "put_back", "unpacked"]
+
+# What pickles of this process's Python begin with, and those of mpiddp 0.x: see `_of_a_pickle`.
+_PICKLE = b"\x80"
+
+# What the states of numpy's generators were pickled by.
+_OF_NUMPY = {
+    ("numpy", "dtype"),
+    ("numpy", "ndarray"),
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy.core.numeric", "_frombuffer"),
+    ("numpy._core.numeric", "_frombuffer"),
+}
 
 
 def current() -> dict[str, Any]:
@@ -54,18 +69,62 @@ def derive(source: Tensor, rank: int) -> None:
 
 
 def packed(states: dict[str, Any]) -> Tensor:
-    """Return states as one small tensor, which every kind of checkpoint takes. Not collective."""
-    # Of a tensor, pickle writes an address as well, and equal states are to give equal bytes.
-    plain = {
-        name: _bytes_of(state) if isinstance(state, Tensor) else state
-        for name, state in states.items()
-    }
-    return torch.frombuffer(bytearray(pickle.dumps(plain)), dtype=torch.uint8)
+    """Return states as one small tensor, which every kind of checkpoint takes. Not collective.
+
+    It holds JSON: what is read from a file is to run no code. Equal states give equal bytes.
+    """
+    text = json.dumps(states, default=_plain, sort_keys=True)
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def unpacked(tensor: Tensor) -> dict[str, Any]:
-    """Return what was packed. Not collective."""
-    plain: dict[str, Any] = pickle.loads(_bytes_of(tensor))  # noqa: S301  # of the user's state
+    """Return what was packed. Not collective.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    said = _bytes_of(tensor)
+    try:
+        if said.startswith(_PICKLE):
+            return _of_a_pickle(said)
+        states: dict[str, Any] = json.loads(said, object_hook=_from_plain)
+        version, numbers, last = states["python"]
+        return states | {"python": (version, tuple(numbers), last)}
+    except (pickle.UnpicklingError, KeyError, TypeError) as error:
+        raise ValueError(f"these are no random states: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Return a tensor or an array of numpy in a form that JSON has."""
+    if isinstance(value, Tensor):
+        return {"tensor": _bytes_of(value).hex()}
+    if type(value).__module__ == "numpy":
+        return {"array": value.tolist(), "dtype": value.dtype.str}
+    raise TypeError(f"the state of a generator has a {type(value).__name__}")
+
+
+def _from_plain(found: dict[str, Any]) -> Any:
+    if found.keys() == {"tensor"}:
+        return torch.frombuffer(bytearray.fromhex(found["tensor"]), dtype=torch.uint8)
+    if found.keys() == {"array", "dtype"}:
+        import numpy
+
+        return numpy.array(found["array"], found["dtype"])
+    return found
+
+
+class _OfStates(pickle.Unpickler):
+    """Knows the arrays of numpy, and no other class or function."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _OF_NUMPY:
+            raise pickle.UnpicklingError(f"{module}.{name} is not in a generator's state")
+        return super().find_class(module, name)
+
+
+def _of_a_pickle(said: bytes) -> dict[str, Any]:
+    """Read what was packed until mpiddp packed JSON: checkpoints of that time are still there."""
+    plain: dict[str, Any] = _OfStates(io.BytesIO(said)).load()
     return {
         name: torch.frombuffer(bytearray(state), dtype=torch.uint8)
         if isinstance(state, bytes)
