@@ -18,6 +18,7 @@ __all__ = [
     "DEVICE_TRANSPORT",
     "DUMP_SIGNAL",
     "HEARTBEAT_SECONDS",
+    "INTERFACE",
     "JOIN",
     "KERNELS",
     "PREEMPTION_SIGNALS",
@@ -123,6 +124,13 @@ def _seconds(text: str) -> float:
 def _seconds_or_none(text: str) -> float:
     """Return seconds, infinitely many for "none"."""
     return float("inf") if text == "none" else _seconds(text)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    words = tuple(word.strip() for word in text.split(","))
+    if not all(words):
+        raise ValueError
+    return words
 
 
 def _signals(text: str) -> tuple[int, ...]:
@@ -262,6 +270,16 @@ HEARTBEAT_SECONDS: Setting[float] = Setting(
     _seconds_or_none,
     60.0,
 )
+INTERFACE: Setting[tuple[str, ...] | None] = Setting(
+    "MPIDDP_INTERFACE",
+    "names of interfaces, addresses or networks such as 10.1.0.0/16, with commas between them",
+    "what MPI was told to use, else a network that all nodes are in",
+    "At which address of a node the sockets of mpiddp listen between nodes, and that of "
+    "`mpiddp.elastic.admit`. It has no effect on what MPI uses.",
+    False,
+    _words,
+    None,
+)
 JOIN: Setting[Path | None] = Setting(
     "MPIDDP_JOIN",
     "the name of a folder",
@@ -296,6 +314,7 @@ SETTINGS: tuple[Setting[Any], ...] = (
     STALL_SECONDS,
     START_SECONDS,
     HEARTBEAT_SECONDS,
+    INTERFACE,
     JOIN,
     TRIAL_SECONDS,
 )

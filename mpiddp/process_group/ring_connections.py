@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpiddp.system.entrance import Entrance, Proof
+from mpiddp.mpi import addresses
+from mpiddp.system.entrance import Entrance, Proof, say
 from mpiddp.system.listening import listen
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Place:
         rank: in the world.
         process_id: on its node.
         host: its name.
+        address: at which it listens; "" for all of them.
         ranks: of all the node.
         port: where it listens, 0 if it does not.
         secret: which a connection to it must know.
@@ -52,6 +54,7 @@ class Place:
     rank: int
     process_id: int
     host: str
+    address: str
     ranks: Sequence[int]
     port: int
     secret: bytes
@@ -73,12 +76,15 @@ def connect(
     problem = ""
     with contextlib.ExitStack() as opened:
         secret, port = secrets.token_bytes(_SECRET_BYTES), 0
+        address = addresses.meeting_points(leaders.allgather(addresses.here()))[own]
         try:
-            entrance = opened.enter_context(contextlib.closing(Entrance(listen(), secret)))
+            entrance = Entrance(listen(address), secret, say(ranks[0]))
+            opened.callback(entrance.close)
             port = entrance.port
         except OSError as error:
             problem = f"rank {ranks[0]} cannot listen: {error}"
-        here = Place(ranks[0], os.getpid(), socket.gethostname(), ranks, port, secret)
+        host = socket.gethostname()
+        here = Place(ranks[0], os.getpid(), host, address, ranks, port, secret)
         places = leaders.allgather(here)
         following, before = places[(own + 1) % count], places[own - 1]
         deadline = time.monotonic() + _PATIENCE
@@ -88,7 +94,7 @@ def connect(
                 other, dialled = following, None
                 try:
                     if count > 2 or own == 0:
-                        connection = connections.enter_context(_dial(following, deadline, here))
+                        connection = connections.enter_context(_dial(following, deadline))
                         made.append((connection, following))
                         dialled = Proof(connection, following.secret)
                     if count > 2 or own == 1:
@@ -113,9 +119,9 @@ def connect(
     return made, ""
 
 
-def _dial(place: Place, deadline: float, here: Place) -> socket.socket:
+def _dial(place: Place, deadline: float) -> socket.socket:
     """Connect to a rank that listens."""
-    host = "127.0.0.1" if place.host == here.host else place.host
+    host = place.address or place.host
     problem: OSError = TimeoutError(f"{host} has no address that answers")
     for family, kind, protocol, _, address in _addresses(host, place.port, deadline):
         connection = socket.socket(family, kind, protocol)

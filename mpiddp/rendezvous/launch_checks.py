@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
+from mpiddp.mpi import addresses
 from mpiddp.settings import JOIN, SETTINGS
 from mpiddp.system import kernels
 from mpiddp.version import __version__
@@ -113,6 +114,7 @@ def _own_error(check: Callable[[], object]) -> ValueError | RuntimeError | None:
         for setting in SETTINGS:
             setting.read()
         kernels.selected()
+        addresses.check()
         check()
     except (ValueError, RuntimeError) as error:
         return error

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpiddp import settings
+from mpiddp.mpi import addresses
 from mpiddp.rendezvous import launch_checks
-from mpiddp.system.entrance import Entrance, Proof
+from mpiddp.system.entrance import Entrance, Proof, say
 from mpiddp.system.listening import listen
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class _Door:
         self.folder = folder
         self._guests: list[_Guest] = []
         self._secret = secrets.token_hex(32)
-        self._entrance = Entrance(listen(), bytes.fromhex(self._secret), _say)
+        self._host = addresses.outward()
+        self._entrance = Entrance(listen(self._host), bytes.fromhex(self._secret), say(0))
         self._address = folder / _ADDRESS
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +71,7 @@ class _Door:
             raise
 
     def _write_address(self) -> None:
-        where = {"host": socket.gethostname(), "port": self._entrance.port}
+        where = {"host": self._host or socket.gethostname(), "port": self._entrance.port}
         # In a folder where others may write, nobody can have made it, nor read it.
         new = self._address.with_suffix(f".{secrets.token_hex(8)}")
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -308,10 +310,6 @@ def _read_address(path: Path) -> dict[str, Any]:
             raise PermissionError(f"{path} is another user's")
         where: dict[str, Any] = json.loads(file.read(_LONGEST_LINE))
         return where
-
-
-def _say(words: str) -> None:
-    print(f"mpiddp: rank 0: {words}", file=sys.stderr, flush=True)
 
 
 def _hear(connection: socket.socket) -> bytes:

@@ -3,46 +3,141 @@
 Note [A store that nobody uses]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 torch.distributed wants a store that all ranks share. mpiddp never uses it, but groups of other
-backends do. A TCPStore takes 2 ms of every start, more than all else together, and a connection
-of every rank to rank 0: with some thousand ranks, more files than a process may open. So rank 0
-only listens, to get a port; the system keeps connections waiting. A thread sleeps until the first
-one comes, and then makes the server; a rank connects when it first uses the store.
+backends do. A connection of every rank to rank 0 would cost time at every start and, with some
+thousand ranks, more files than a process may open. So rank 0 only listens, and a thread sleeps
+until the first one comes; a rank connects when it first uses the store.
+
+Note [A store of our own]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+torch's TCPStore lets in whoever connects: anybody on the node or in its network could read and
+change what the ranks tell each other, such as where they listen. A guard in front of it is none:
+its server has a port too, which others could use. So the values are kept here, behind a proof that
+the other end belongs to the job (entrance.py).
 """
 
 from __future__ import annotations
 
-import os
-import select
+import secrets
 import socket
-import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import Store
 
 from mpiddp.engine import forks
+from mpiddp.mpi import addresses
+from mpiddp.rendezvous.store_client import Access, Here, There
+from mpiddp.rendezvous.store_server import Server
+from mpiddp.rendezvous.stored_values import Operation, Values
+from mpiddp.system.entrance import Entrance, say
 from mpiddp.system.listening import listen
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# Seconds that a rank tries to reach rank 0, which listens already.
-_PATIENCE = 5.0
+_SECRET_BYTES = 32
+# Connections that the system keeps waiting: ranks come all at once.
+_WAITING = 1024
+
+_Value = str | bytes
 
 
-def _forwarded(name: str) -> Callable[..., Any]:
-    def call(self: LazyStore, *args: Any) -> Any:
-        return getattr(self._store(), name)(*args)
+class _Reached:
+    """How a process reaches the values, or why it does not."""
 
-    return call
+    def __init__(self, rank: int, place: tuple[str, int], access: Access, problem: str) -> None:
+        self._rank, self._place, self._access, self._problem = rank, place, access, problem
+        self._closed = False
+
+    def ask(self, operation: int, parts: list[bytes], timeout: timedelta) -> list[bytes]:
+        forks.check("the store of torch.distributed")
+        if self._closed:
+            raise RuntimeError("the process group of this store has been destroyed")
+        try:
+            if self._problem:
+                raise ConnectionError(self._problem)
+            return self._access.ask(operation, parts, timeout)
+        except OSError as error:
+            host, port = self._place
+            raise ConnectionError(
+                f"rank {self._rank} does not reach the store of rank 0 ({host}:{port}), which "
+                f'groups of other backends need, such as new_group(backend="gloo"): {error}'
+            ) from error
+
+    def close(self) -> None:
+        self._closed = True
+        self._access.close()
 
 
-class LazyStore(Store):
-    """A TCPStore on rank 0 that all ranks share, made at its first use.
+class _JobStore(Store):
+    """What torch calls, some of it by its C++ name.
 
-    Collective over `communicator`; everything else is not collective. Python must hold it for as
-    long as torch does: torch keeps only the C++ half.
+    On a store written in Python it calls no queue functions and no list_keys. Python must hold it
+    for as long as torch does: torch keeps only the C++ half.
+    """
+
+    timeout: timedelta  # torch's own property, which its stubs leave out
+
+    def __init__(self, timeout: timedelta) -> None:
+        super().__init__()
+        self.set_timeout(timeout)
+        self._reached: _Reached
+        self._clones: list[_JobStore] = []
+
+    def _ask(
+        self, operation: int, parts: Sequence[_Value], timeout: timedelta | None = None
+    ) -> list[bytes]:
+        asked = [part.encode() if isinstance(part, str) else bytes(part) for part in parts]
+        return self._reached.ask(operation, asked, self.timeout if timeout is None else timeout)
+
+    def set(self, key: str, value: _Value) -> None:
+        self._ask(Operation.PUT, [key, value])
+
+    def get(self, key: str) -> bytes:
+        return self._ask(Operation.GET, [key])[0]
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask(Operation.ADD, [key, str(amount)])[0])
+
+    def compare_set(self, key: str, expected: _Value, desired: _Value) -> bytes:
+        return self._ask(Operation.COMPARE, [key, expected, desired])[0]
+
+    def check(self, keys: list[str]) -> bool:
+        return self._ask(Operation.CHECK, keys) == [b"1"]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._ask(Operation.WAIT, keys, timeout)
+
+    def append(self, key: str, value: _Value) -> None:
+        self._ask(Operation.APPEND, [key, value])
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._ask(Operation.GET, keys)
+
+    def multi_set(self, keys: list[str], values: list[_Value]) -> None:
+        self._ask(Operation.PUT, [part for pair in zip(keys, values, strict=True) for part in pair])
+
+    def deleteKey(self, key: str) -> bool:
+        return self._ask(Operation.DELETE, [key]) == [b"1"]
+
+    def getNumKeys(self) -> int:
+        return int(self._ask(Operation.COUNT, [])[0])
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> Store:
+        made = _JobStore(self.timeout)
+        made._reached = self._reached
+        self._clones.append(made)
+        return made
+
+
+class LazyStore(_JobStore):
+    """A store on rank 0 that all ranks share, like torch's TCPStore.
+
+    Collective over `communicator`; everything else is not collective. Several threads may use it.
 
     Args:
         communicator: of all ranks.
@@ -51,115 +146,36 @@ class LazyStore(Store):
 
     Raises:
         ConnectionError: in a method: this rank cannot reach rank 0 by TCP.
-        RuntimeError: in a method: the store is closed.
+        RuntimeError: in a method: the store is closed, or a key was not there in time.
     """
 
-    timeout: timedelta  # torch's own property, which its stubs leave out
-
     def __init__(self, communicator: MPI.Intracomm, one_node: bool, timeout: timedelta) -> None:
-        super().__init__()
-        self.set_timeout(timeout)
-        self._rank = communicator.Get_rank()
-        self._opening = threading.Lock()
-        self._opened: TCPStore | None = None
-        self._closed = False
-        self._listener: socket.socket | None = None
-        self._thread: threading.Thread | None = None
-        self._no_longer_waiting = -1
-        host, port, problem = "127.0.0.1" if one_node else "", 0, ""
-        if self._rank == 0:
+        super().__init__(timeout)
+        self._server: Server | None = None
+        rank, address = communicator.Get_rank(), addresses.LOOPBACK
+        if not one_node:
+            nodes = communicator.gather(addresses.here())
+            address = "" if nodes is None else addresses.meeting_points(nodes)[0]
+        values, entrance = Values(), None
+        secret, place, problem = secrets.token_bytes(_SECRET_BYTES), (address, 0), ""
+        if rank == 0 and communicator.Get_size() > 1:
             try:
-                self._listener = listen(host)
+                entrance = Entrance(listen(address, _WAITING), secret, say(rank))
             except OSError as error:
                 problem = f"rank 0 cannot listen: {error}"
             else:
-                host, port = host or socket.gethostname(), self._listener.getsockname()[1]
-        self._host, self._port, self._problem = communicator.bcast((host, port, problem))
-        if self._listener is not None and communicator.Get_size() > 1:
-            self._no_longer_waiting = os.eventfd(0)
-            self._thread = threading.Thread(
-                target=self._serve_on_demand, name="mpiddp store", daemon=True
-            )
-            self._thread.start()
-
-    def _serve_on_demand(self) -> None:
-        """Make the server when the first connection comes, unless this rank was quicker."""
-        assert self._listener is not None
-        events = select.poll()
-        events.register(self._listener, select.POLLIN)
-        events.register(self._no_longer_waiting, select.POLLIN)
-        events.poll()
-        with self._opening:
-            if not self._closed and self._opened is None:
-                self._opened = self._serve()
-
-    def _serve(self) -> TCPStore:
-        assert self._listener is not None
-        if self._thread is not None:
-            os.eventfd_write(self._no_longer_waiting, 1)
-        return TCPStore(
-            "127.0.0.1",
-            self._port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=self._listener.detach(),  # the server closes it
-            timeout=self.timeout,
-        )
-
-    def _connect(self) -> TCPStore:
-        # torch's client would try for a minute, with a C++ trace on stderr at each try.
-        socket.create_connection((self._host, self._port), _PATIENCE).close()
-        return TCPStore(
-            self._host, self._port, is_master=False, wait_for_workers=False, timeout=self.timeout
-        )
-
-    def _store(self) -> TCPStore:
-        forks.check("the store of torch.distributed")
-        with self._opening:
-            if self._closed:
-                raise RuntimeError("the process group of this store has been destroyed")
-            if self._opened is None:
-                try:
-                    if self._problem:
-                        raise ConnectionError(self._problem)
-                    self._opened = self._serve() if self._rank == 0 else self._connect()
-                except OSError as error:
-                    raise ConnectionError(
-                        f"rank {self._rank} does not reach the store of rank 0 "
-                        f"({self._host}:{self._port}), which groups of other backends need, such "
-                        f'as new_group(backend="gloo"): {error}'
-                    ) from error
-            self._opened.set_timeout(self.timeout)  # it may have changed since
-            return self._opened
+                place = address or socket.gethostname(), entrance.port
+        place, secret, problem = communicator.bcast((place, secret, problem))
+        access = Here(values) if rank == 0 else There(place, secret)
+        self._reached = _Reached(rank, place, access, problem)
+        if entrance is not None:
+            self._server = Server(entrance, values)
 
     def close(self) -> None:
         """End the server, or the connection to it. Harmless when called twice."""
         if forks.forked():
-            return  # both are the parent's, and so may be the lock
-        with self._opening:
-            self._closed = True
-            self._opened = None
-        if self._thread is not None:
-            os.eventfd_write(self._no_longer_waiting, 1)
-            self._thread.join()
-            self._thread = None
-            os.close(self._no_longer_waiting)
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
-
-    # What torch calls, some of it by its C++ name. On a store written in Python it calls no queue
-    # functions and no list_keys.
-    set = _forwarded("set")
-    get = _forwarded("get")
-    add = _forwarded("add")
-    compare_set = _forwarded("compare_set")
-    check = _forwarded("check")
-    wait = _forwarded("wait")
-    append = _forwarded("append")
-    multi_get = _forwarded("multi_get")
-    multi_set = _forwarded("multi_set")
-    deleteKey = _forwarded("delete_key")
-    getNumKeys = _forwarded("num_keys")
-    has_extended_api = _forwarded("has_extended_api")
-    clone = _forwarded("clone")
+            return  # both are the parent's, and so may be the locks
+        self._reached.close()
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()

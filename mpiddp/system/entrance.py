@@ -10,16 +10,17 @@ Both proofs are an HMAC (RFC 2104) of what the other end has drawn for this conn
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import secrets
+import select
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["Entrance", "Proof"]
+__all__ = ["Entrance", "Proof", "say"]
 
 _NAME = b"mpiddp 1"
 _DRAWN_BYTES = 32
@@ -27,9 +28,11 @@ _PROOF_BYTES = hashlib.sha256().digest_size
 _GREETING_BYTES = len(_NAME) + _DRAWN_BYTES
 _ANSWER_BYTES = _DRAWN_BYTES + _PROOF_BYTES
 
-# Connections that have proved nothing yet, and how many seconds each of them has.
+# Connections that have proved nothing yet, and how many seconds each of them has; and how many
+# where others wait outside.
 _MOST = 64
 _SECONDS = 3.0
+_SECONDS_IN_A_CROWD = 0.2
 
 
 @dataclass
@@ -37,7 +40,7 @@ class _Unproven:
     connection: socket.socket
     drawn: bytes = field(default_factory=lambda: secrets.token_bytes(_DRAWN_BYTES))
     said: bytes = b""
-    until: float = field(default_factory=lambda: time.monotonic() + _SECONDS)
+    since: float = field(default_factory=time.monotonic)
 
 
 class Entrance:
@@ -57,6 +60,10 @@ class Entrance:
         self._secret = secret
         self._tell: Callable[[str], object] | None = tell
         self._unproven: list[_Unproven] = []
+        self._events = select.epoll()
+        self._events.register(listener, select.EPOLLIN)
+        # Whether those outside are let in: there is room.
+        self._open = True
 
     @property
     def port(self) -> int:
@@ -64,39 +71,67 @@ class Entrance:
         port: int = self._listener.getsockname()[1]
         return port
 
+    def fileno(self) -> int:
+        """Return a descriptor that has news when `look` has something to do."""
+        return self._events.fileno()
+
+    def seconds_left(self) -> float | None:
+        """Return after how long `look` has something to do without news; None: it has not."""
+        if not self._unproven:
+            return None if self._open else _SECONDS_IN_A_CROWD
+        limit = _SECONDS if self._open else _SECONDS_IN_A_CROWD
+        return max(self._unproven[0].since + limit - time.monotonic(), 0.0)
+
     def look(self) -> list[socket.socket]:
         """Return the connections that have proved themselves since the last look.
 
         They do not block. Waits for nothing.
         """
         proven, left = [], []
+        now = time.monotonic()
         for each in self._unproven:
+            limit = _SECONDS if self._open else _SECONDS_IN_A_CROWD
             verdict = self._hear(each)
             if verdict:
+                self._events.unregister(each.connection)
                 proven.append(each.connection)
-            elif verdict is None and time.monotonic() < each.until:
+            elif verdict is None and now < each.since + limit:
                 left.append(each)
             else:
                 self._turn_away(each.connection)
         self._unproven = left
-        with contextlib.suppress(OSError):  # nobody else is there, or there are no files left
-            while len(self._unproven) < _MOST:
+        room = True
+        while room := room and len(self._unproven) < _MOST:
+            try:
                 connection, _ = self._listener.accept()
-                connection.setblocking(False)
-                each = _Unproven(connection)
-                try:
-                    connection.send(_NAME + each.drawn)
-                except OSError:
-                    self._turn_away(connection)
-                else:
-                    self._unproven.append(each)
+            except BlockingIOError:  # nobody else is there
+                break
+            except OSError:  # there are no files left
+                room = False
+            else:
+                self._greet(connection)
+        if room != self._open:  # there is news of those outside only while there is room for them
+            self._open = room
+            self._events.modify(self._listener, select.EPOLLIN if room else 0)
         return proven
 
     def close(self) -> None:
         """Listen no more."""
+        self._events.close()
         self._listener.close()
         for each in self._unproven:
             each.connection.close()
+
+    def _greet(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._events.register(connection, select.EPOLLIN)
+        each = _Unproven(connection)
+        try:
+            connection.send(_NAME + each.drawn)
+        except OSError:
+            self._turn_away(connection)
+        else:
+            self._unproven.append(each)
 
     def _hear(self, each: _Unproven) -> bool | None:
         """Return whether a connection has proved itself; None: it has not said all yet."""
@@ -116,6 +151,8 @@ class Entrance:
             return False
 
     def _turn_away(self, connection: socket.socket) -> None:
+        # Its copy in a forked process would go on giving news.
+        self._events.unregister(connection)
         connection.close()
         tell, self._tell = self._tell, None
         if tell is not None:
@@ -181,6 +218,11 @@ class Proof:
             raise ConnectionError("the other end has closed the connection")
         self._heard += heard
         return len(self._heard) == count
+
+
+def say(rank: int) -> Callable[[str], None]:
+    """Return what says on stderr, for an `Entrance` of a rank, that a stranger came."""
+    return lambda words: print(f"mpiddp: rank {rank}: {words}", file=sys.stderr, flush=True)
 
 
 def _proof(secret: bytes, who: bytes, drawn: bytes) -> bytes:

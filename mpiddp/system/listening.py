@@ -7,15 +7,18 @@ import socket
 __all__ = ["listen"]
 
 
-def listen(host: str = "") -> socket.socket:
+def listen(host: str = "", waiting: int | None = None) -> socket.socket:
     """Return a socket that listens, by IPv4 and IPv6 unless `host` is given. Not collective.
 
     Args:
         host: an address of this machine; "": all of them.
+        waiting: how many connections the system keeps that nobody has taken; None: its default.
 
     Raises:
         OSError: the system allows no such socket.
     """
     if not host and socket.has_dualstack_ipv6():
-        return socket.create_server((host, 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server((host, 0))
+        v6 = socket.AF_INET6
+        return socket.create_server((host, 0), family=v6, backlog=waiting, dualstack_ipv6=True)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=waiting)

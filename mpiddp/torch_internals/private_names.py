@@ -134,7 +134,6 @@ PRIVATE_NAMES = [
         since="2.14.1",
     ),
     *_names(_C10D, "Store", "process_group/group rendezvous/store rendezvous/world", _HIDDEN),
-    *_names(_C10D, "TCPStore", "rendezvous/store", _HIDDEN),
     *_names(
         _C10D,
         "Work",

@@ -1,4 +1,4 @@
-"""Strangers knock at the port of a job that lets others in: it goes on as if nothing had been."""
+"""Strangers knock at every port of mpiddp's own: the job goes on as if nothing had been."""
 
 import contextlib
 import json
@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,35 +15,96 @@ import mpirun
 import patience
 import pytest
 
-JOB = """
-import sys, time
+# Each says where it listens, in the file "port", and how many steps it has taken.
+BEGINNING = """
+import os, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
 import mpiddp
 from mpiddp import elastic
 
-folder = Path(sys.argv[1])
+folder, steps = Path(sys.argv[1]), 0
+
+def tell(name, text):
+    new = folder / f"{name}.{os.getpid()}"
+    new.write_text(str(text))
+    new.replace(folder / name)
+
+def step(group=None):
+    global steps
+    total = torch.tensor([float(dist.get_rank() + 1), float((folder / "stop").exists())])
+    dist.all_reduce(total, group=group)
+    assert total[0] == 3
+    steps += 1
+    if dist.get_rank() == 0:
+        tell("steps", steps)
+    return total[1].item() == 0
+"""
+
+DOOR = """
 mpiddp.init_process_group()
-sums = []
 
 @elastic.run
 def train(state):
-    while True:
-        total = torch.tensor([float(dist.get_rank() + 1), float((folder / "stop").exists())])
-        dist.all_reduce(total)
-        assert total[0] == 3
-        sums.append(total)
+    while step():
         state.commit()
         elastic.admit(folder)
         if dist.get_rank() == 0:
-            (folder / "steps").write_text(str(len(sums)))
-        if total[1]:
-            return
+            tell("port", json.loads((folder / "mpiddp-job.json").read_bytes())["port"])
         time.sleep(0.01)
 
+import json
 train(elastic.State(steps=0))
-print("ended after", len(sums), flush=True)
+"""
+
+# Groups of Gloo come and go meanwhile.
+STORE = """
+mpiddp.init_process_group()
+store = dist.distributed_c10d._get_default_store()
+tell("port", store._reached._place[1])
+while step():
+    group = dist.new_group(backend="gloo")
+    step(group)
+    dist.destroy_process_group(group)
+    rank = dist.get_rank()
+    store.set(f"{steps} of {rank}", str(steps))
+    assert store.get(f"{steps} of {1 - rank}") == str(steps).encode()
+"""
+
+# Each rank plays a node, and the one that connects comes late, when others have come.
+RING = """
+from mpi4py import MPI
+from mpiddp.mpi import nodes
+from mpiddp.process_group import ring_connections
+from mpiddp.rendezvous.world import heartbeat_problem
+
+nodes.ranks_of_node = lambda comm: comm.Split(comm.Get_rank())
+listen, dial = ring_connections.listen, ring_connections._dial
+
+def listen_and_tell(address):
+    listener = listen(address)
+    if MPI.COMM_WORLD.Get_rank() == 1:  # to which the other one connects
+        tell("port", listener.getsockname()[1])
+    return listener
+
+def dial_late(*args):
+    time.sleep(0.5)
+    return dial(*args)
+
+ring_connections.listen, ring_connections._dial = listen_and_tell, dial_late
+ring_connections._PATIENCE = float(sys.argv[2])
+going_on = True
+while going_on:
+    mpiddp.init_process_group()
+    assert heartbeat_problem() == ""
+    going_on = step()
+    mpiddp.destroy_process_group()
+mpiddp.init_process_group()
+"""
+
+END = """
+print("ended after", steps, flush=True)
 mpiddp.destroy_process_group()
 """
 
@@ -98,19 +158,26 @@ def large_crowd(connect: Connect) -> None:
     crowd(connect, 10_000)
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> "Iterator[subprocess.Popen[str]]":
+JOBS = {"door": DOOR, "store": STORE, "ring": RING}
+
+
+@pytest.fixture(params=JOBS)
+def job(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> "Iterator[tuple[str, subprocess.Popen[str]]]":
+    """Return the name of a job, and the job itself."""
     script = tmp_path / "job.py"
-    script.write_text(textwrap.dedent(JOB))
+    script.write_text(BEGINNING + JOBS[request.param] + END)
     started = subprocess.Popen(
-        [mpirun.find(), "-n", "2", sys.executable, script, tmp_path],
+        [mpirun.find(), "-n", "2", sys.executable, script, tmp_path, str(patience.enough(10.0))],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**mpirun.os.environ, **mpirun.ENVIRONMENT},
+        # The host's name need not be known to Gloo.
+        env={**mpirun.os.environ, **mpirun.ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"},
     )
-    yield started
+    yield request.param, started
     if started.poll() is None:
         started.send_signal(signal.SIGTERM)
     started.communicate()
@@ -118,7 +185,7 @@ def job(tmp_path: Path) -> "Iterator[subprocess.Popen[str]]":
 
 @pytest.mark.once
 @pytest.mark.thorough
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "strangers",
     [
@@ -128,28 +195,47 @@ def job(tmp_path: Path) -> "Iterator[subprocess.Popen[str]]":
     ids=["of each kind", "ten thousand"],
 )
 def test_the_job_goes_on(
-    job: "subprocess.Popen[str]", strangers: list[Callable[[Connect], None]], tmp_path: Path
+    job: "tuple[str, subprocess.Popen[str]]",
+    strangers: list[Callable[[Connect], None]],
+    tmp_path: Path,
 ) -> None:
+    which, started = job
+
     def steps() -> int:
         with contextlib.suppress(OSError, ValueError):
             return int((tmp_path / "steps").read_text())
         return 0
 
     def take_steps(more: int) -> None:
-        wanted, until = steps() + more, time.monotonic() + patience.enough(40.0)
+        wanted, until = steps() + more, time.monotonic() + patience.enough(60.0)
         while steps() < wanted:
-            assert job.poll() is None
+            assert started.poll() is None, started.communicate()
             assert time.monotonic() < until
             time.sleep(0.02)
 
+    def connect() -> socket.socket:
+        host = "127.0.0.1" if which != "door" else door()["host"]
+        return socket.create_connection((host, port()), 0.05)
+
+    def door() -> dict[str, str]:
+        found: dict[str, str] = json.loads((tmp_path / "mpiddp-job.json").read_bytes())
+        return found
+
+    def port() -> int:
+        return int((tmp_path / "port").read_text())
+
     take_steps(3)
-    port = json.loads((tmp_path / "mpiddp-job.json").read_bytes())["port"]
     for each in strangers:
-        each(lambda: socket.create_connection(("127.0.0.1", port), 0.05))
+        each(connect)
         take_steps(3)
+    last = port()
     (tmp_path / "stop").touch()
-    printed, errors = job.communicate(timeout=patience.enough(60.0))
-    assert job.returncode == 0, errors
+    printed, errors = started.communicate(timeout=patience.enough(60.0))
+    assert started.returncode == 0, errors
     assert printed.count("ended after") == 2
-    assert errors.count(f"does not belong to this job has connected to port {port}") == 1
+    told = errors.count("something that does not belong to this job has connected to port ")
+    if which == "ring":  # each new process group has a port of its own
+        assert told >= len(strangers)
+    else:
+        assert told == errors.count(f"connected to port {last}.") == 1
     assert "Traceback" not in errors

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 from replicas import RANK, SIZE, together
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
 
+from mpiddp.rendezvous import store_client
 from mpiddp.rendezvous.store import LazyStore
+from mpiddp.rendezvous.store_client import There
+from mpiddp.rendezvous.store_messages import packed
+from mpiddp.rendezvous.stored_values import Operation
 
 several = pytest.mark.mpi(min_size=2)
 pytestmark = pytest.mark.mpi
@@ -40,12 +45,11 @@ def threads() -> list[str]:
 
 
 def is_open(store: LazyStore) -> bool:
-    """Say whether the store was made; who uses it may have its answer before that is noted."""
-    for _ in range(20):
-        if store._opened is not None:
-            return True
-        time.sleep(0.02)
-    return False
+    """Say whether this rank has a connection."""
+    if store._server is not None:
+        return store._server.has_served
+    access = store._reached._access
+    return isinstance(access, There) and bool(access._all)
 
 
 @pytest.mark.smoke
@@ -64,6 +68,7 @@ def test_rank_0_serves_others_though_it_never_uses_it(store: LazyStore) -> None:
         assert is_open(store)
 
 
+@several
 @pytest.mark.essential
 def test_nobody_connects_who_does_not_use_it(store: LazyStore) -> None:
     if RANK == SIZE - 1:
@@ -176,15 +181,67 @@ def test_rank_0_that_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     store.close()
 
 
-def test_seen_from_other_hosts() -> None:
-    """Where not all ranks share a node, rank 0 listens at all its addresses."""
-    store = LazyStore(MPI.COMM_WORLD, False, TIMEOUT)
-    try:
+@several
+def test_threads_do_not_wait_for_each_other(store: LazyStore) -> None:
+    """One may wait for what another one sets; and so may what torch clones."""
+    other = store.clone()
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(store.get, f"of {RANK}"), pool.submit(other.get, f"of {RANK}")]
+        time.sleep(0.1)
+        other.set_timeout(timedelta(seconds=1))
+        store.set(f"of {RANK}", b"\x00" * 3_000_000)  # more than a socket takes at once
         with together():
-            assert store._host == MPI.COMM_WORLD.bcast(socket.gethostname())
-            store.add("number", 1)
+            assert [len(each.result()) for each in waiting] == [3_000_000] * 2
+            assert store.timeout == TIMEOUT
+
+
+@several
+def test_what_is_no_number(store: LazyStore) -> None:
+    store.set(f"word {RANK}", "none")
+    with together(), pytest.raises(DistStoreError, match=f"the value of word {RANK} is no number"):
+        store.add(f"word {RANK}", 1)
+    assert store.get(f"word {RANK}") == b"none"
+
+
+@several
+def test_a_rank_that_waits_when_the_store_is_closed(store: LazyStore) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.get, "absent")
+        while RANK == 0 and len(store._server._values._waiting.get(b"absent", ())) < SIZE:
+            time.sleep(0.01)
         MPI.COMM_WORLD.Barrier()
-        assert store.add("number", 0) == SIZE
-        MPI.COMM_WORLD.Barrier()
-    finally:
         store.close()
+        with together(), pytest.raises(RuntimeError, match="store"):
+            waiting.result()
+
+
+def read_and_write(place: tuple[str, int]) -> None:
+    """Do what a stranger can do with torch's own client."""
+    with socket.create_connection(place, 5) as probe:
+        probe.settimeout(0.5)
+        probe.sendall(packed(Operation.PUT, [b"key", b"changed"]))
+    TCPStore(*place, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=1))
+
+
+@several
+def test_who_does_not_belong_to_the_job(
+    store: LazyStore, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if RANK == 0:
+        store.set("key", "value")
+    MPI.COMM_WORLD.Barrier()
+    place = store._reached._place
+    with together():
+        assert place[0] == "127.0.0.1"
+        if RANK == SIZE - 1:
+            with pytest.raises(RuntimeError):
+                read_and_write(place)
+            wrong = There(place, b"another secret")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(store_client, "_PATIENCE", 0.3)
+                with pytest.raises(OSError, match=r"closed|reset|does not answer"):
+                    wrong.ask(Operation.GET, [b"key"], TIMEOUT)
+        assert store.get("key") == b"value"
+    MPI.COMM_WORLD.Barrier()
+    said = capfd.readouterr().err.count("does not belong to this job has connected to port")
+    assert MPI.COMM_WORLD.allreduce(said) == 1
