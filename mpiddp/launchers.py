@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 __all__ = [
@@ -36,9 +37,13 @@ SCHEDULER_RANK = "SLURM_PROCID"
 PROGRAMS = ("mpirun", "mpiexec", "mpispawn", "hydra_", "pmi_proxy", "prte", "orte")
 
 
-def told_rank() -> str | None:
-    """Return the rank that the launcher named, None without one. Not collective."""
-    return next((os.environ[name] for name in RANKS if name in os.environ), None)
+def told_rank(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the rank that the launcher named, None without one. Not collective.
+
+    Args:
+        environment: the variables of the process that is asked about.
+    """
+    return next((environment[name] for name in RANKS if name in environment), None)
 
 
 def is_open_mpi() -> bool:

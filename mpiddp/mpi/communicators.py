@@ -11,7 +11,7 @@ import contextlib
 import sys
 import time
 import weakref
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from mpiddp import settings
 from mpiddp.mpi import losses
@@ -19,7 +19,7 @@ from mpiddp.mpi import losses
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["duplicate", "known", "note", "revoke_all"]
+__all__ = ["Waiting", "duplicate", "known", "note", "revoke_all"]
 
 Communicator = TypeVar("Communicator", bound="MPI.Comm")
 
@@ -30,13 +30,31 @@ _known: list[weakref.ref[MPI.Comm]] = []
 _LONGEST = 2.0
 # How many ranks speak: one of them may be the one that has not come.
 _SPEAKERS = 2
+# Seconds for which a rank that knows less lets others raise first: one error ends the job.
+_LATER = 5.0
 # Seconds between two looks whether all ranks have come.
 _NAP = 0.0005
 # Before that it looks all the time: a duplicate takes several rounds of messages.
 _AWAKE = 0.01
 
 
-def duplicate(communicator: MPI.Intracomm, seconds: float, what: str) -> MPI.Intracomm:
+class Waiting(Protocol):
+    """What is told of a wait, and asked about it. Not collective."""
+
+    def look(self, waited: float) -> None:
+        """Called again and again while this rank waits; `waited` seconds so far."""
+
+    def absent(self, at_last: bool) -> str | None:
+        """Return in words who has not come, "" for unknown, None if it is for others to say.
+
+        Args:
+            at_last: whether the time is over, and this rank raises.
+        """
+
+
+def duplicate(
+    communicator: MPI.Intracomm, seconds: float, what: str, waiting: Waiting | None = None
+) -> MPI.Intracomm:
     """Return a duplicate, or raise if not all ranks want one in time.
 
     Collective. After MPIDDP_STALL_SECONDS the first ranks say what they wait for.
@@ -45,6 +63,7 @@ def duplicate(communicator: MPI.Intracomm, seconds: float, what: str) -> MPI.Int
         communicator: of the ranks; it may be the user's, so no message is sent in it.
         seconds: how long to wait for the other ranks.
         what: what they have to call.
+        waiting: knows who is absent; None: nobody does.
 
     Raises:
         RuntimeError: some rank did not come.
@@ -60,17 +79,29 @@ def duplicate(communicator: MPI.Intracomm, seconds: float, what: str) -> MPI.Int
         now = time.monotonic()
         waited += min(now - looked, _LONGEST)  # more: the job was stopped
         looked = now
+        if waiting is not None:
+            waiting.look(waited)
+        if waited < min(seconds, said_after):
+            continue
         words = (
             f"rank {rank} of {size} has waited {waited:.0f} s in {what} for other ranks: not all "
             f"have called it, or they called it with other communicators"
         )
+        absent: str | None = "" if rank < _SPEAKERS else None
+        if waiting is not None:
+            with contextlib.suppress(OSError):
+                absent = waiting.absent(waited >= seconds)
+        if request.Test():  # they have come meanwhile
+            break
+        more = f". {absent}" if absent else ""
         if waited >= seconds:
-            raise RuntimeError(f"{words}, and the timeout is over")
-        if waited >= said_after:
-            said_after *= 2
-            if rank < _SPEAKERS:
-                with contextlib.suppress(Exception):  # a stream that takes nothing
-                    print(f"mpiddp: {words}", file=sys.stderr, flush=True)
+            if absent is None:
+                time.sleep(_LATER)
+            raise RuntimeError(f"{words}, and the timeout is over{more}")
+        said_after *= 2
+        if absent is not None:
+            with contextlib.suppress(Exception):  # a stream that takes nothing
+                print(f"mpiddp: {words}{more}", file=sys.stderr, flush=True)
     return note(made)
 
 

@@ -18,10 +18,10 @@ from mpiddp.flight_recorder import page
 from mpiddp.flight_recorder.call_text import ranks_in_words
 from mpiddp.flight_recorder.sources import BUCKETS
 
-__all__ = ["begin", "describe_silent", "end"]
+__all__ = ["STATES", "begin", "describe_silent", "end"]
 
 # The states of /proc/PID/stat that tell something.
-_STATES = {
+STATES = {
     "T": "is stopped, as by SIGSTOP or scontrol suspend",
     "t": "is stopped by a debugger",
     "Z": "has ended, and its launcher has not noticed",
@@ -109,7 +109,7 @@ def _describe(rank: int) -> str:
             f"{settings.PROGRESS_THREAD.name}=0 ranks answer only while they wait elsewhere"
         )
     else:
-        words = f"{_STATES.get(state, 'is alive')}: state {state} in /proc/{process.number}/stat"
+        words = f"{STATES.get(state, 'is alive')}: state {state} in /proc/{process.number}/stat"
     words = f"process {process.number} on {socket.gethostname()} {words}"
     return f"{words}; {_last(memory)}" if memory else words
 

@@ -27,7 +27,7 @@ from mpiddp.mpi.nodes import Topology, find_topology
 from mpiddp.process_group import asked_backend
 from mpiddp.process_group.forming_group import FormingGroup, NamedWait
 from mpiddp.process_group.futures import FutureCompleter
-from mpiddp.rendezvous import joining, launch_checks, worlds_apart
+from mpiddp.rendezvous import absent, joining, launch_checks, worlds_apart
 from mpiddp.rendezvous.companion import Companion
 from mpiddp.rendezvous.failing import end_unless_all_fail
 from mpiddp.rendezvous.mpi_world import (
@@ -147,7 +147,7 @@ def begin_world(
     ranks = checked_communicator(comm)
     if comm is None and joining.folder_to_join() is not None:
         ranks = _come(ranks, timeout)
-    own = communicators.duplicate(ranks, timeout.total_seconds(), "init_process_group")
+    own = absent.duplicate(ranks, timeout)
     uncaught.watch(own.Get_rank(), own.Get_size())
     try:
         with uncaught.paused():  # torch's own hook only adds the rank to the traceback
@@ -175,7 +175,7 @@ def _come(ranks: MPI.Intracomm, timeout: timedelta) -> MPI.Intracomm:
     Collective over `ranks`, and with the others. Where only some of `ranks` have the variable, the
     steps until the comparison are those of begin_world, in which the others are.
     """
-    own = communicators.duplicate(ranks, timeout.total_seconds(), "init_process_group")
+    own = absent.duplicate(ranks, timeout)
     uncaught.watch(own.Get_rank(), own.Get_size())
     try:
         folder = joining.folder_to_join()

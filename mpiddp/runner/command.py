@@ -18,7 +18,7 @@ from torch.distributed import Backend
 
 from mpiddp import launchers, settings
 from mpiddp.mpi import communicators, nodes
-from mpiddp.rendezvous import mpi_world, world
+from mpiddp.rendezvous import absent, mpi_world, world
 from mpiddp.runner import (
     data_parallel,
     elastic,
@@ -88,6 +88,7 @@ def main(arguments: Sequence[str], name: str = NAME) -> int:
         return 2
     if not options.data_parallel:  # else the script is alone
         problem = torchrun.set_environment(communicator, topology)
+        absent.begin(communicator)
     if problem:
         # Without an abort: the others wait at their end until rank 0 has printed.
         if topology.rank == 0:

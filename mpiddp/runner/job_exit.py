@@ -26,7 +26,7 @@ from typing import NoReturn
 
 from mpiddp.mpi import uncaught
 from mpiddp.mpi.abort import abort_job, call_before_abort, time_limit
-from mpiddp.rendezvous import world
+from mpiddp.rendezvous import absent, world
 from mpiddp.runner import output, trained_alone
 from mpiddp.runner.advice import advice_on
 from mpiddp.runner.program import without_own_frames
@@ -180,6 +180,7 @@ class JobExit:
             abort_job(self._status, lambda: uncaught.say_status(self._rank, self._status))
         if not self._status:
             trained_alone.say(self._rank, self._world_size)
+        absent.end()
         output.release()
 
 
