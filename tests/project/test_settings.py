@@ -102,6 +102,7 @@ def test_what_each_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
         settings.STALL_SECONDS: {"2.5": 2.5, "none": float("inf")},
         settings.START_SECONDS: {"2.5": 2.5, "none": float("inf")},
         settings.HEARTBEAT_SECONDS: {"20": 20.0, "none": float("inf")},
+        settings.INTERFACE: {"ib0, 10.1.0.0/16": ("ib0", "10.1.0.0/16")},
         settings.JOIN: {"": None, "/shared/run-1": Path("/shared/run-1")},
         settings.TRIAL_SECONDS: {"2.5": 2.5},
     }
@@ -123,6 +124,7 @@ def test_what_each_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
         (settings.STALL_SECONDS, "0"),
         (settings.START_SECONDS, "never"),
         (settings.HEARTBEAT_SECONDS, "-1"),
+        (settings.INTERFACE, "ib0,"),
         (settings.TRIAL_SECONDS, "0"),
         (settings.TRIAL_SECONDS, "nan"),
         (settings.TRIAL_SECONDS, "soon"),
