@@ -35,11 +35,6 @@ class Server:
         self._thread = threading.Thread(target=self._serve, name="mpiddp store", daemon=True)
         self._thread.start()
 
-    @property
-    def has_served(self) -> bool:
-        """Whether somebody is connected."""
-        return bool(self._peers)
-
     def close(self) -> None:
         """End the thread and all connections."""
         os.eventfd_write(self._end, 1)

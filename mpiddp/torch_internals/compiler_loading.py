@@ -49,9 +49,15 @@ class _NotImported(types.ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
+def _optimize_ddp_mode() -> str:
+    utils: Any = sys.modules.get(f"{COMPILER}.utils")  # another thread may import it meanwhile
+    mode: str = OPTIMIZE_DDP_MODE if utils is None else utils.get_optimize_ddp_mode()
+    return mode
+
+
 def _stand_in() -> _NotImported:
     utils = _NotImported(f"{COMPILER}.utils")
-    vars(utils)["get_optimize_ddp_mode"] = lambda: OPTIMIZE_DDP_MODE
+    vars(utils)["get_optimize_ddp_mode"] = _optimize_ddp_mode
     compiler = _NotImported(COMPILER)
     vars(compiler)["utils"] = utils
     return compiler

@@ -108,6 +108,16 @@ def test_from_whom_a_message_is_waited_for(group: Any, source: "int | None") -> 
                 caught.match(f"rank 0 of 2, world rank 1: recv from world rank {source} on")
 
 
+def test_a_message_of_another_size(group: Any) -> None:
+    with together():
+        if RANK == 1:
+            with pytest.raises(RuntimeError) as caught:
+                dist.recv(torch.ones(3), src=SIZE - 1, group=group)
+            caught.match(rf"rank 1 of the world: a message of 4 bytes from world rank {SIZE - 1} ")
+        elif GUILTY:
+            dist.send(torch.ones(1), 1, group=group)
+
+
 @pytest.mark.parametrize(
     "odd",
     [

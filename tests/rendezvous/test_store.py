@@ -47,7 +47,7 @@ def threads() -> list[str]:
 def is_open(store: LazyStore) -> bool:
     """Say whether this rank has a connection."""
     if store._server is not None:
-        return store._server.has_served
+        return bool(store._server._peers)
     access = store._reached._access
     return isinstance(access, There) and bool(access._all)
 
@@ -90,6 +90,7 @@ def _answers(store: Store) -> list[Any]:
         store.check(["number", "absent"]),
         store.wait(["number"]),
         store.wait(["number"], timedelta(seconds=1)),
+        store.compare_set("not there", "other", "second"),
         store.compare_set("new", "", "first"),
         store.compare_set("new", "other", "second"),
         store.compare_set("new", "first", "second"),

@@ -170,6 +170,8 @@ with compiler_not_asked():
     assert torch._dynamo is sys.modules["torch._dynamo"]
 assert torch._dynamo is sys.modules["torch._dynamo"]
 assert early.utils.get_optimize_ddp_mode() == "ddp_optimizer"
+torch._dynamo.config.optimize_ddp = "python_reducer"
+assert early.utils.get_optimize_ddp_mode() == "python_reducer"
 print("the end")
 """
 
