@@ -54,9 +54,11 @@ cdef class Pending:
     cdef Requests requests
     cdef Channel channel    # None until submitted
     cdef object request     # mpi4py's
+    cdef object later       # what makes it, until it has begun
     cdef object memory
     cdef object communicator
     cdef readonly str call
+    cdef object error       # with which it could not begin
     cdef bint ended         # the calling thread has driven it to its end
     cdef public long long expected
 

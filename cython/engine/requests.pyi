@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 from mpi4py import MPI
 
 from mpiddp.engine.engine import Engine
@@ -23,13 +25,16 @@ class Pending:
     def __init__(
         self,
         requests: Requests,
-        request: MPI.Request | Arrival,
+        request: MPI.Request | Arrival | Callable[[], MPI.Request],
         communicator: MPI.Comm,
         call: str,
         memory: object,
     ) -> None: ...
     @property
+    def begun(self) -> bool: ...
+    @property
     def done(self) -> bool: ...
+    def begin(self) -> None: ...
     def test(self) -> bool: ...
     def wait(self, seconds: float) -> bool: ...
     def take_back(self) -> None: ...

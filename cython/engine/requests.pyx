@@ -275,7 +275,8 @@ cdef class Pending:
 
     Args:
         requests: those of the process.
-        request: mpi4py's object, which nobody else tests or waits for; or an `Arrival`.
+        request: mpi4py's object, which nobody else tests or waits for; or an `Arrival`; or a
+            function that makes one, for an operation that is to `begin` later.
         communicator: mpi4py's object, on which it runs; named in errors.
         call: the MPI function that began it, for errors.
         memory: what MPI reads and writes; kept until the operation has ended, even if an exception
@@ -297,14 +298,38 @@ cdef class Pending:
             self.state.count = (<Arrival>request).count
             self.state.tag = (<Arrival>request).tag
             self.state.awaits = 1
+        elif callable(request):
+            self.later = request
         else:
             self.state.request = <MPI_Request><size_t>request.handle
         self.expected = -1
 
     def __del__(self):
-        if not self.done:
+        if not self.done and self.later is None:
             _abandoned[:] = [pending for pending in _abandoned if not pending.done]
             _abandoned.append(self)
+
+    @property
+    def begun(self):
+        """Whether MPI knows of it."""
+        return self.later is None
+
+    def begin(self):
+        """Call MPI, and let the engine move it along. Not collective, but in order.
+
+        Harmless if it was taken back before. An error is raised by the next `test` or `wait`.
+        """
+        if self.later is None:
+            return
+        if not self.ended:
+            try:
+                self.request = self.later()
+                self.state.request = <MPI_Request><size_t>self.request.handle
+                self.requests.submit(self)
+            except Exception as error:
+                self.error = error
+                self.ended = True
+        self.later = None       # at last: other threads look at it
 
     @property
     def done(self):
@@ -319,6 +344,8 @@ cdef class Pending:
         """
         cdef int finished = 0
         if not self.done:
+            if self.later is not None:
+                return False
             if is_child():
                 check_process(f"the test of {self.call}")
             if self.channel is not None:
@@ -334,7 +361,7 @@ cdef class Pending:
     def wait(self, double seconds):
         """Make progress until it has ended; return whether it has in time. Not collective.
 
-        What the process is stopped for does not count, see Note [Running time].
+        What the process is stopped for does not count, see Note [Running time]. It must have begun.
 
         Raises:
             MPIError: it ended with an error.
@@ -381,6 +408,8 @@ cdef class Pending:
         anything else is kept, since MPI has no way to end it.
         """
         cdef double idle_since = now(), until = now() + LONGEST
+        if self.later is not None:
+            self.ended = True
         if self.done:
             return
         if self.call != "MPI_Irecv":
@@ -402,6 +431,8 @@ cdef class Pending:
     cdef int check_result(self) except -1:
         cdef MPI_Comm comm
         self.request = self.memory = None
+        if self.error is not None:
+            raise self.error
         if self.state.code == MPI_SUCCESS:
             return 0
         comm = <MPI_Comm><size_t>self.communicator.handle

@@ -1,24 +1,29 @@
 """Between nodes, compare what the ranks call in a block that goes ahead, or has the data in it.
 
-See Note [Calls in a block] in blocks.pyx. Who waits for a collective at once waits for its block
-before anything else is sent. An asynchronous one waits for nobody: there the block goes beside the
-data, and tells which of both it was if they do not fit.
+See Note [Calls in a block] in blocks.pyx. No data is sent before the block has ended: who waits for
+a collective at once waits for its block first, and the data of an asynchronous one begins later,
+see Note [Data in the order of calls].
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from mpi4py import MPI
 
 from mpiddp.collectives.operation import SentBlock
 from mpiddp.mpi.blocks import Block
 from mpiddp.process_group.call_table import balance, call_digest
+from mpiddp.process_group.ordered_starts import OrderedStarts
 
 if TYPE_CHECKING:
     import torch
-    from mpi4py import MPI
 
     from mpiddp.engine.requests import Pending
+    from mpiddp.process_group.futures import FutureCompleter
+    from mpiddp.process_group.group_state import GroupState
 
 __all__ = ["Call", "CallBlocks"]
 
@@ -54,8 +59,12 @@ class BlockGroup(Protocol):
         """Return this rank's number in the group."""
 
     @property
-    def bare_communicator(self) -> MPI.Intracomm:
-        """The group's, without any comparison."""
+    def state(self) -> GroupState:
+        """Whether the group can go on."""
+
+    @property
+    def completion(self) -> FutureCompleter:
+        """The process's."""
 
     def pending(self, request: MPI.Request, call: str, *memory: object) -> Pending:
         """Return what waits for a request that the MPI function `call` has made."""
@@ -75,10 +84,16 @@ class CallBlocks:
 
     Args:
         group: whose calls are compared.
+        communicator: of its ranks, for blocks alone; `release` frees it.
+
+    Attributes:
+        starts: the collectives whose data follows their blocks.
     """
 
-    def __init__(self, group: BlockGroup) -> None:
+    def __init__(self, group: BlockGroup, communicator: MPI.Intracomm) -> None:
         self._group = group
+        self._communicator = communicator
+        self.starts = OrderedStarts(group, group.completion.starter)
 
     def send(self, number: int, call: Call, digest: int, block: Block | None = None) -> SentBlock:
         """Begin to compare a collective. Collective.
@@ -111,13 +126,15 @@ class CallBlocks:
         self._group.leave(self._start(block, number, name).pending)
 
     def wait(self, sent: SentBlock, limit: float) -> None:
-        """Wait for a block, `limit` seconds at most, and check it.
+        """Wait for a block, `limit` seconds at most, check it, and begin what was called before.
 
         Raises:
             RuntimeError: the ranks have called what does not fit together, or one did not come.
         """
         self._group.wait_until(sent.pending, sent.name, limit, sent.number)
         self.check(sent)
+        if self.starts:
+            self._begin_all(sent.name, limit, sent.number)
 
     def check(self, sent: SentBlock) -> None:
         """Raise if the ranks have called what does not fit together. The block has ended.
@@ -128,7 +145,25 @@ class CallBlocks:
         if sent.block.differs:
             raise self._group.misfit_in(sent)
 
+    def release(self, seconds: float) -> None:
+        """Begin what has not begun, within some seconds, and free the communicator. Collective."""
+        with contextlib.suppress(RuntimeError):  # what the ranks had called did not fit
+            self.starts.wait("destroy", lambda: not self.starts, lambda part: part.wait(seconds))
+        self.starts.close()
+        if self._communicator != MPI.COMM_NULL:
+            self._communicator.Free()
+
+    def forget_communicator(self) -> None:
+        """Make `release` free nothing, for an exit that is not collective. Not collective."""
+        self._communicator = MPI.Intracomm()
+
+    def _begin_all(self, name: str, limit: float, number: int) -> None:
+        def wait(pending: Pending) -> bool:
+            self._group.wait_until(pending, name, limit, number)
+            return True
+
+        self.starts.wait(name, lambda: not self.starts, wait)
+
     def _start(self, block: Block, number: int, name: str) -> SentBlock:
-        communicator = self._group.bare_communicator
-        pending = self._group.pending(block.start(communicator), "MPI_Iallreduce", block)
+        pending = self._group.pending(block.start(self._communicator), "MPI_Iallreduce", block)
         return SentBlock(block, pending, number, name)

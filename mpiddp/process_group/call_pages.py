@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from mpi4py import MPI
 
-from mpiddp.mpi import nodes
+from mpiddp.mpi import communicators, nodes
 from mpiddp.process_group.call_blocks import BlockGroup, CallBlocks
 from mpiddp.process_group.call_table import BYTES, CallTable
 from mpiddp.transports.shared_memory import allocate_common
@@ -73,4 +73,4 @@ def share_page(
         group.state.here = here
         group.state.all_here = len(here) == len(ranks)
     if not group.state.all_here:
-        group.state.blocks = CallBlocks(group)
+        group.state.blocks = CallBlocks(group, communicators.note(communicator.Dup()))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from mpiddp.process_group.ordered_starts import Starter
 from mpiddp.process_group.work import LOOK
 from mpiddp.system import running_time
 
@@ -33,9 +34,13 @@ class FutureCompleter:
 
     Args:
         requests: those of the process, among them what the operations wait for.
+
+    Attributes:
+        starter: begins operations that nobody waits for.
     """
 
     def __init__(self, requests: Requests) -> None:
+        self.starter = Starter(requests)
         self._requests = requests
         self._works: list[Work] = []
         self._wanted = threading.Condition()  # guards all that follows

@@ -20,7 +20,7 @@ from mpiddp.collectives import in_block
 from mpiddp.collectives.operation import Operation, SentBlock
 from mpiddp.engine import forks
 from mpiddp.engine.engine import Engine
-from mpiddp.engine.requests import Arrival, Pending, Requests
+from mpiddp.engine.requests import Pending, Requests
 from mpiddp.flight_recorder import ring, sources
 from mpiddp.flight_recorder.call_text import Call as RecordedCall
 from mpiddp.flight_recorder.call_text import call_of
@@ -32,6 +32,7 @@ from mpiddp.process_group.futures import FutureCompleter
 from mpiddp.process_group.gpu_tensors import GpuWork
 from mpiddp.process_group.group_state import GroupState
 from mpiddp.process_group.operation_errors import OperationErrors
+from mpiddp.process_group.ordered_starts import kept
 from mpiddp.process_group.roll_call import RollCall
 from mpiddp.process_group.watchdog import ended_with_block, limited
 from mpiddp.process_group.work import COMPLETED, CompletedWork, Work, each_of
@@ -77,9 +78,9 @@ class OperationRunner(OperationErrors):
         self._communicator = communicator
         # What `GroupState.enter` is to compare before a collective's first call of MPI.
         self._uncompared: Call | None = None
-        # Of the collective that is being started: its block, if that goes beside the data, and
-        # until when it may last, if its block took long.
-        self._beside: SentBlock | None = None
+        # Of the collective that is being started: its block, if the data follows later, and until
+        # when it may last, if its block took long.
+        self._ahead: SentBlock | None = None
         self._until = 0.0
         self.state = GroupState(self)
         self.engine: Engine = requests.engine
@@ -125,12 +126,7 @@ class OperationRunner(OperationErrors):
         """The group's; before a collective's first call of MPI here, calls are compared."""
         if self._uncompared is not None:
             self._compare()
-        return self._communicator
-
-    @property
-    def bare_communicator(self) -> MPI.Intracomm:
-        """The group's, without any comparison."""
-        return self._communicator
+        return self._communicator if self._ahead is None else kept(self._communicator)
 
     @property
     def group_name(self) -> str:  # type: ignore[override]  # torch has a type of its own
@@ -167,13 +163,15 @@ class OperationRunner(OperationErrors):
         self._under_way.clear()
         for pending in self._left:  # the other ranks come here too
             pending.wait(_LAST)
-        self.state.release()
+        self.state.release(_LAST)
         if self._communicator != MPI.COMM_NULL:
             self._communicator.Free()
 
     def forget_communicators(self) -> None:
         """Make shutdown free nothing, for an exit that is not collective. Not collective."""
         self._communicator = MPI.Intracomm()
+        if self.state.blocks is not None:
+            self.state.blocks.forget_communicator()
 
     # Several operations as one.
 
@@ -195,10 +193,10 @@ class OperationRunner(OperationErrors):
 
     # For code that is built on this class.
 
-    def pending(self, request: MPI.Request | Arrival, call: str, *memory: object) -> Pending:
+    def pending(self, request: Any, call: str, *memory: object) -> Pending:
         """Return what an operation yields for a request that MPI function `call` has made.
 
-        Not collective. `memory` is kept until the request has ended.
+        Not collective. `request`: see `Pending`. `memory` is kept until it has ended.
         """
         return Pending(self._requests, request, self._communicator, call, memory)
 
@@ -318,7 +316,7 @@ class OperationRunner(OperationErrors):
         if block is not None:
             return sent
         if call.limit is None:
-            self._beside = sent
+            self._ahead = sent
         else:
             blocks.wait(sent, call.limit)
         return None
@@ -418,11 +416,11 @@ class OperationRunner(OperationErrors):
                 self.abandon(error.__traceback__, arguments)
                 raise
             finally:
-                beside, until = self._beside, self._until
-                self._beside, self._until = None, 0.0
+                ahead, until = self._ahead, self._until
+                self._ahead, self._until = None, 0.0
         waited = pending if isinstance(pending, list) else [pending]
-        if beside is not None:
-            waited = [beside.pending, *waited]
+        if ahead is not None:
+            waited = [ahead.pending, *waited]
         if at_once:
             return self._finish(name, operation, waited, opts, number, record, until)
         if copies is None:
@@ -431,7 +429,7 @@ class OperationRunner(OperationErrors):
             limit = self._limit(opts)
             work = GpuWork([copies], self, name, operation, waited, limit, number)
         work.record = record
-        work.block = beside
+        work.block = ahead
         if event is not None:
             work.event = event
         # A small message has gone at once, and the engine need not hear of it.
@@ -440,8 +438,10 @@ class OperationRunner(OperationErrors):
             if waited:
                 ring.attach(record, waited[-1])
             for each in waited:
-                if not each.done:
+                if each.begun and not each.done:
                     self._requests.submit(each)
+            if ahead is not None and self.state.blocks is not None:
+                self.state.blocks.starts.add(ahead, waited[1:])
             self._under_way.append(work)
         if len(self._under_way) > self._sweep_at:
             self._sweep()

@@ -10,7 +10,8 @@ poll by `is_completed`, or the threads of mpiddp.process_group.futures.
 
 Only one yield is allowed in an operation that may run while others start: a second MPI call on the
 same communicator could come in a different order on each rank. Operations of several steps are
-completed before the call returns.
+completed before the call returns. Between nodes the calls of MPI may be made later, see Note [Data
+in the order of calls].
 
 Note [Continuations run where they are added]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -26,6 +27,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +66,7 @@ class Work(TorchWork):
         event: its event in the profiler, if that runs.
         record: its record in the flight recorder, -1 for none.
         peer: of a message, the other rank in the group; below 0: any.
-        block: in which the ranks compare their calls, beside the data; None where there is none.
+        block: in which the ranks compare their calls before the data; None where there is none.
     """
 
     event: Event | None = None
@@ -236,6 +238,8 @@ class Work(TorchWork):
                 raise self._group.misfit_in(self.block)
             if all(ended):
                 self._end()
+            elif not self.pending[-1].begun and self._group.state.blocks is not None:
+                self._group.state.blocks.starts.begin_due()
         except RuntimeError as error:
             if self.number:
                 self._group.state.failed(self.number, self.name, error)
@@ -245,7 +249,8 @@ class Work(TorchWork):
         """Wait for what is pending, then end; if the time is over before, perhaps give up."""
         try:
             for pending in self.pending:
-                if not self._group.ends(pending, self.name, until, self.number):
+                begun = pending.begun or self._begins(pending, until)
+                if not (begun and self._group.ends(pending, self.name, until, self.number)):
                     if gives_up:
                         self._give_up()
                     return
@@ -256,6 +261,12 @@ class Work(TorchWork):
             if self.number:
                 self._group.state.failed(self.number, self.name, error)
             self._fail(self._group.misfit(error, self.number) or error)
+
+    def _begins(self, pending: Pending, until: float) -> bool:
+        blocks = self._group.state.blocks
+        assert blocks is not None
+        ends = partial(self._group.ends, name=self.name, until=until, number=self.number)
+        return blocks.starts.wait(self.name, lambda: pending.begun, ends)
 
     def _end(self) -> None:
         assert self._operation is not None

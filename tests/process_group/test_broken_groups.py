@@ -30,6 +30,12 @@ NAMES = [
     "all_to_all_single",
 ]
 
+# Where the calls are compared, how many elements more one rank has, and whether it waits later.
+SIZES_DIFFER = [
+    *((where, scale, False) for where in WHERE for scale in (1, 50000)),
+    *(("between nodes", scale, True) for scale in (1000, 50000)),
+]
+
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,39 +45,46 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operation_runner, "_LAST", 0.1)
 
 
-def sizes_that_differ(part: Any, more: int) -> dict[str, Callable[[], Any]]:
-    """Return each collective, with `more` elements in what one rank brings."""
+def sizes_that_differ(part: Any, more: int, later: bool = False) -> dict[str, Callable[[], Any]]:
+    """Return each collective, with `more` elements in what one rank brings, asynchronous or not."""
     n, own = size(), 5 + more
     first = rank() == 0
     calls = {
-        "all_reduce": lambda: dist.all_reduce(torch.ones(own), group=part),
-        "broadcast": lambda: dist.broadcast(torch.ones(own), 0, group=part),
-        "reduce": lambda: dist.reduce(torch.ones(own), 0, group=part),
+        "all_reduce": lambda: dist.all_reduce(torch.ones(own), group=part, async_op=later),
+        "broadcast": lambda: dist.broadcast(torch.ones(own), 0, group=part, async_op=later),
+        "reduce": lambda: dist.reduce(torch.ones(own), 0, group=part, async_op=later),
         "all_gather": lambda: dist.all_gather(
-            [torch.empty(own) for _ in range(n)], torch.ones(own), group=part
+            [torch.empty(own) for _ in range(n)], torch.ones(own), group=part, async_op=later
         ),
         "all_gather_single": lambda: torch_versions.all_gather_single(
-            torch.empty(own * n), torch.ones(own), group=part
+            torch.empty(own * n), torch.ones(own), group=part, async_op=later
         ),
         "gather": lambda: dist.gather(
-            torch.ones(own), [torch.empty(5) for _ in range(n)] if first else None, group=part
+            torch.ones(own),
+            [torch.empty(5) for _ in range(n)] if first else None,
+            group=part,
+            async_op=later,
         ),
         "scatter": lambda: dist.scatter(
-            torch.empty(own), [torch.ones(5) for _ in range(n)] if first else None, group=part
+            torch.empty(own),
+            [torch.ones(5) for _ in range(n)] if first else None,
+            group=part,
+            async_op=later,
         ),
         "reduce_scatter": lambda: dist.reduce_scatter(
-            torch.empty(own), [torch.ones(own)] * n, group=part
+            torch.empty(own), [torch.ones(own)] * n, group=part, async_op=later
         ),
         "reduce_scatter_single": lambda: torch_versions.reduce_scatter_single(
-            torch.empty(own), torch.ones(own * n), group=part
+            torch.empty(own), torch.ones(own * n), group=part, async_op=later
         ),
         "all_to_all": lambda: dist.all_to_all(
             [torch.empty(own if other == rank() else 5) for other in range(n)],
             [torch.ones(own) for _ in range(n)],
             group=part,
+            async_op=later,
         ),
         "all_to_all_single": lambda: dist.all_to_all_single(
-            torch.empty(own * n), torch.ones(own * n), group=part
+            torch.empty(own * n), torch.ones(own * n), group=part, async_op=later
         ),
     }
     assert list(calls) == NAMES
@@ -86,18 +99,18 @@ def meet_after(call: Callable[[], Any], part: Any) -> None:
 
 @pytest.mark.essential(keep=8)
 @pytest.mark.thorough(keep=2)
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("scale", [1, 50000], ids=["small", "large"])
+@pytest.mark.parametrize(("where", "scale", "later"), SIZES_DIFFER)
 @pytest.mark.parametrize("name", NAMES)
-def test_sizes_that_differ(name: str, scale: int, where: str) -> None:
+def test_sizes_that_differ(name: str, where: str, scale: int, later: bool) -> None:
     """As in the last batch of an uneven data set: an error on all ranks, at the next call at last.
 
-    Small ones are sent at once; where large ones did not fit, MPI has died of it.
+    Small ones are sent at once; where larger ones did not fit, MPI has died of it.
     """
     part = new_group(where, LONG)
     more = scale if rank() == size() - 1 else 0
+    call = sizes_that_differ(part, more, later)[name]
     with pytest.raises(RuntimeError, match=r"does not fit|where \d+ were expected|is broken"):
-        meet_after(sizes_that_differ(part, more)[name], part)
+        meet_after(lambda: call().wait() if later else call(), part)
     with pytest.raises(RuntimeError, match="group is broken"):
         dist.barrier(group=part)
     dist.barrier()
