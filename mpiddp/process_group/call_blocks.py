@@ -7,23 +7,20 @@ see Note [Data in the order of calls].
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mpi4py import MPI
 
 from mpiddp.collectives.operation import SentBlock
 from mpiddp.mpi.blocks import Block
 from mpiddp.process_group.call_table import balance, call_digest
-from mpiddp.process_group.ordered_starts import OrderedStarts
+from mpiddp.process_group.ordered_starts import OrderedStarts, StartingGroup
 
 if TYPE_CHECKING:
     import torch
 
     from mpiddp.engine.requests import Pending
-    from mpiddp.process_group.futures import FutureCompleter
-    from mpiddp.process_group.group_state import GroupState
 
 __all__ = ["Call", "CallBlocks"]
 
@@ -52,19 +49,15 @@ class Call(NamedTuple):
     limit: float | None
 
 
-class BlockGroup(Protocol):
+class BlockGroup(StartingGroup, Protocol):
     """What this needs of the group itself."""
 
     def rank(self) -> int:
         """Return this rank's number in the group."""
 
     @property
-    def state(self) -> GroupState:
-        """Whether the group can go on."""
-
-    @property
-    def completion(self) -> FutureCompleter:
-        """The process's."""
+    def completion(self) -> Any:
+        """The `FutureCompleter` of the process."""
 
     def pending(self, request: MPI.Request, call: str, *memory: object) -> Pending:
         """Return what waits for a request that the MPI function `call` has made."""
@@ -74,9 +67,6 @@ class BlockGroup(Protocol):
 
     def wait_until(self, pending: Pending, name: str, limit: float, number: int) -> None:
         """Wait for the first part of a collective that is being started, `limit` seconds."""
-
-    def misfit_in(self, sent: SentBlock) -> RuntimeError:
-        """Return the error of ranks that have said in a block what does not fit together."""
 
 
 class CallBlocks:
@@ -145,10 +135,8 @@ class CallBlocks:
         if sent.block.differs:
             raise self._group.misfit_in(sent)
 
-    def release(self, seconds: float) -> None:
-        """Begin what has not begun, within some seconds, and free the communicator. Collective."""
-        with contextlib.suppress(RuntimeError):  # what the ranks had called did not fit
-            self.starts.wait("destroy", lambda: not self.starts, lambda part: part.wait(seconds))
+    def release(self) -> None:
+        """Begin nothing more, and free the communicator. Collective."""
         self.starts.close()
         if self._communicator != MPI.COMM_NULL:
             self._communicator.Free()

@@ -240,10 +240,10 @@ class GroupState:
         """Whether this rank knows that the group cannot go on."""
         return bool(self.reason or (self.page is not None and self.page.broken))
 
-    def release(self, seconds: float) -> None:
-        """Give the group's page back, and end its blocks within some seconds. Collective."""
+    def release(self) -> None:
+        """Give back the group's page and the communicator of its blocks. Collective."""
         page, self.page = self.page, None
         if page is not None:
             page.release()
         if self.blocks is not None:
-            self.blocks.release(seconds)
+            self.blocks.release()

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from mpi4py import MPI
@@ -65,6 +65,7 @@ class OperationRunner(OperationErrors):
     """
 
     closed = False  # by `shutdown`
+    _has_abandoned = False
 
     def __init__(
         self,
@@ -158,17 +159,22 @@ class OperationRunner(OperationErrors):
         if forks.forked():
             return
         self.closed = True
-        self._sweep()
-        self.abandon(*self._under_way)
+        until = running_time.now() + _LAST
+        for work in self._under_way:  # the other ranks come here too
+            if not work.wait_for_end(max(until - running_time.now(), 0.0)):
+                self.abandon(work)
         self._under_way.clear()
-        for pending in self._left:  # the other ranks come here too
-            pending.wait(_LAST)
-        self.state.release(_LAST)
+        for pending in self._left:
+            if not pending.wait(_LAST):
+                self.abandon(pending)
+        if self._has_abandoned:  # MPI may use its communicators as well, until the end
+            self.forget_communicators()
+        self.state.release()
         if self._communicator != MPI.COMM_NULL:
             self._communicator.Free()
 
     def forget_communicators(self) -> None:
-        """Make shutdown free nothing, for an exit that is not collective. Not collective."""
+        """Make shutdown free nothing. Not collective, and for an exit that is not collective."""
         self._communicator = MPI.Intracomm()
         if self.state.blocks is not None:
             self.state.blocks.forget_communicator()
@@ -185,19 +191,15 @@ class OperationRunner(OperationErrors):
         operation = each_of(together)
         pending = next(operation)
         assert isinstance(pending, list)
-        seconds = self.timeout.total_seconds()
         number = max((work.number for work in together), default=0)
         copies = [each for work in together if isinstance(work, GpuWork) for each in work.copies]
-        what = ("coalesced", operation, pending, seconds, number)
+        what = ("coalesced", operation, pending, self.timeout.total_seconds(), number)
         return GpuWork(copies, self, *what) if copies else Work(self, *what)
 
     # For code that is built on this class.
 
     def pending(self, request: Any, call: str, *memory: object) -> Pending:
-        """Return what an operation yields for a request that MPI function `call` has made.
-
-        Not collective. `request`: see `Pending`. `memory` is kept until it has ended.
-        """
+        """Return what an operation yields for a request that `call` of MPI made; see `Pending`."""
         return Pending(self._requests, request, self._communicator, call, memory)
 
     def wait_for(self, request: MPI.Request, call: str, name: str, *memory: torch.Tensor) -> None:
@@ -216,6 +218,7 @@ class OperationRunner(OperationErrors):
 
     def abandon(self, *memory: object) -> None:
         """Keep memory that MPI may still use though nobody waits any more. Not collective."""
+        self._has_abandoned = True
         _abandoned.append(memory)
 
     def ends(self, pending: Pending, name: str, until: float, number: int = 0) -> bool:
@@ -264,9 +267,7 @@ class OperationRunner(OperationErrors):
 
     def send_block(self, block: Block) -> SentBlock:
         """Begin the all-reduce of a block, the operation's only call of MPI. Collective."""
-        sent = self._compare(block)
-        assert sent is not None
-        return sent
+        return cast(SentBlock, self._compare(block))
 
     def check_block(self, sent: SentBlock) -> None:
         """Raise RuntimeError if the ranks call what does not fit together. Not collective."""
@@ -494,5 +495,5 @@ class OperationRunner(OperationErrors):
         """Return the time limit in seconds: the call's own, or the group's."""
         own = getattr(opts, "timeout", None)
         # torch marks "not given" by a negative time.
-        limit = own if own is not None and own > timedelta(0) else self.timeout
-        return float(limit.total_seconds())
+        limit: timedelta = own if own is not None and own > timedelta(0) else self.timeout
+        return limit.total_seconds()

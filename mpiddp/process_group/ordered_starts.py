@@ -19,19 +19,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
-from mpiddp.process_group.work import LOOK
-
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpiddp.collectives.operation import SentBlock
     from mpiddp.engine.requests import Pending, Requests
-    from mpiddp.process_group.group_state import GroupState
 
-__all__ = ["OrderedStarts", "Starter", "kept"]
+__all__ = ["OrderedStarts", "Starter", "StartingGroup", "kept"]
 
 # Seconds that the idle thread waits for the next operation.
 _IDLE = 1.0
+# Seconds that it sleeps at most while operations wait for their turn.
+_NAP = 0.5
 
 
 class _Start(NamedTuple):
@@ -41,11 +40,20 @@ class _Start(NamedTuple):
     parts: Sequence[Pending]
 
 
+class State(Protocol):
+    """What this needs of a group's state."""
+
+    reason: str
+
+    def error(self, name: str) -> RuntimeError:
+        """Return the error of a call in a broken group."""
+
+
 class StartingGroup(Protocol):
     """What this needs of the group itself."""
 
     @property
-    def state(self) -> GroupState:
+    def state(self) -> State:
         """Whether the group can go on."""
 
     def misfit_in(self, sent: SentBlock) -> RuntimeError:
@@ -171,7 +179,7 @@ class Starter:
             for starts in groups:
                 starts.begin_due()
             if any(groups):
-                self._requests.watch(ticket, LOOK)
+                self._requests.watch(ticket, _NAP)
 
 
 def kept(communicator: MPI.Intracomm) -> MPI.Intracomm:

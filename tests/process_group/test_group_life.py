@@ -2,15 +2,18 @@
 
 import gc
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from group_data import WHERE, new_group
 from models import loss_of, mlp
 from replicas import RANK, SIZE, gather, together
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mpiddp import DistributedDataParallel as DDP
+from mpiddp.process_group import operation_runner
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)
@@ -239,6 +242,33 @@ def copies() -> Iterator[list[int]]:
     yield alive
     world._world.communicator.Delete_attr(keyval)
     MPI.Comm.Free_keyval(keyval)
+
+
+@pytest.mark.essential
+@pytest.mark.parametrize("where", WHERE)
+def test_destroyed_before_anybody_has_waited(where: str) -> None:
+    """What is under way ends first, in place of a communicator that is freed under it."""
+    for count in (4, 5000, 200_000) * 3:
+        part = new_group(where, timedelta(seconds=60))
+        tensors = [torch.ones(count) for _ in range(4)]
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=part, async_op=True)
+        dist.destroy_process_group(part)
+        assert all(tensor.eq(SIZE).all() for tensor in tensors)
+
+
+@several
+@pytest.mark.parametrize("where", WHERE)
+def test_destroyed_where_some_have_not_called(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose memory is kept, and the communicator with it."""
+    monkeypatch.setattr(operation_runner, "_LAST", 0.1)
+    for _ in range(3):
+        part = new_group(where, timedelta(seconds=60))
+        if RANK == 0:
+            dist.all_reduce(torch.ones(200_000), group=part, async_op=True)
+        dist.destroy_process_group(part)
+        dist.barrier()
+    assert total(dist.group.WORLD) == sum(range(SIZE))
 
 
 @pytest.mark.essential(keep=1)

@@ -124,15 +124,6 @@ def test_without_a_thread(part: Any, monkeypatch: pytest.MonkeyPatch, completed:
         other.wait()
 
 
-def test_destroyed_before_anybody_has_waited() -> None:
-    for _ in range(5):
-        made = new_group("between nodes", LONG)
-        works = [summed(1.0, made) for _ in range(4)]
-        dist.destroy_process_group(made)
-        del works
-    dist.barrier()
-
-
 @pytest.mark.essential
 def test_nothing_follows_what_does_not_fit(part: Any) -> None:
     """Those that were called later raise too, whoever is asked first."""

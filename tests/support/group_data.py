@@ -138,7 +138,7 @@ def new_group(where: str, timeout: timedelta) -> Any:
 
     part: Any = dist.new_group(timeout=timeout)
     if where == "between nodes":
-        part.state.release(1.0)
+        part.state.release()
         part.state.all_here, part.state.blocks = False, CallBlocks(part, part._communicator.Dup())
     dist.barrier()
     return part
