@@ -21,9 +21,10 @@ import secrets
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch._C._distributed_c10d import Store
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from mpiddp.engine import forks
 from mpiddp.mpi import addresses
@@ -73,8 +74,8 @@ class _Reached:
 class _JobStore(Store):
     """What torch calls, some of it by its C++ name.
 
-    On a store written in Python it calls no queue functions and no list_keys. Python must hold it
-    for as long as torch does: torch keeps only the C++ half.
+    On a store written in Python it calls no queue functions and no list_keys: see `StoreOfGroup`.
+    Python must hold it for as long as torch does: torch keeps only the C++ half.
     """
 
     timeout: timedelta  # torch's own property, which its stubs leave out
@@ -123,6 +124,21 @@ class _JobStore(Store):
 
     def getNumKeys(self) -> int:
         return int(self._ask(Operation.COUNT, [])[0])
+
+    def list_keys(self, beginning: str = "") -> list[str]:
+        return [key.decode(errors="replace") for key in self._ask(Operation.KEYS, [beginning])]
+
+    def queue_push(self, key: str, value: _Value) -> None:
+        self._ask(Operation.PUSH, [key, value])
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        values = self._ask(Operation.POP if block else Operation.TAKE, [key])
+        if not values:
+            raise dist.QueueEmptyError("queue is empty")
+        return values[0]
+
+    def queue_len(self, key: str) -> int:
+        return int(self._ask(Operation.LENGTH, [key])[0])
 
     def has_extended_api(self) -> bool:
         return True
@@ -179,3 +195,54 @@ class LazyStore(_JobStore):
         server, self._server = self._server, None
         if server is not None:
             server.close()
+
+
+class StoreOfGroup(PrefixStore):
+    """The keys of one group in a store, as torch's PrefixStore, and also its queues.
+
+    Not collective. torch's own asks no store that is written in Python for queues or all keys.
+
+    Args:
+        prefix: what the keys begin with.
+        store: whose keys they are.
+    """
+
+    def __init__(self, prefix: str, store: LazyStore) -> None:
+        super().__init__(prefix, store)
+        self._beginning, self._store = f"{prefix}/", store
+
+    def list_keys(self) -> list[str]:
+        """Return all keys of the group."""
+        begin = len(self._beginning)
+        return [key[begin:] for key in self._store.list_keys(self._beginning)]
+
+    def queue_push(self, key: str, value: _Value) -> None:
+        """Append a value to a queue."""
+        self._store.queue_push(self._beginning + key, value)
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Remove the first value of a queue, and return it.
+
+        Args:
+            key: of the queue.
+            block: whether to wait for one if there is none.
+
+        Raises:
+            DistStoreError: there was none in time.
+            QueueEmptyError: there is none, and `block` is not set.
+        """
+        return self._store.queue_pop(self._beginning + key, block)
+
+    def queue_len(self, key: str) -> int:
+        """Return how many values a queue has."""
+        return self._store.queue_len(self._beginning + key)
+
+
+def give_queues() -> None:
+    """Let the default store of torch.distributed have queues, if it is one of ours."""
+    world: Any = dist.group.WORLD
+    groups: Any = dist.distributed_c10d._world.pg_map
+    backend, store = groups[world]
+    inner = getattr(store, "underlying_store", None)
+    if isinstance(inner, LazyStore):
+        groups[world] = backend, StoreOfGroup(f"{world.group_name}/", inner)

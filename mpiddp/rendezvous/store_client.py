@@ -172,7 +172,7 @@ def _seconds(operation: int, timeout: timedelta) -> float | None:
     seconds = timeout.total_seconds()
     if seconds <= 0:
         return None
-    return seconds if operation in (Operation.GET, Operation.WAIT) else max(seconds, _AT_LEAST)
+    return seconds if operation in Operation.WAITING else max(seconds, _AT_LEAST)
 
 
 def _too_late(keys: list[bytes], timeout: timedelta) -> dist.DistStoreError:

@@ -1,4 +1,4 @@
-"""What the store of torch.distributed holds, on rank 0: values by key, and who waits for keys.
+"""What the store of torch.distributed holds, on rank 0: values by key, queues, and who waits.
 
 The semantics are those of torch's TCPStore, down to what `COMPARE` answers for a key that is not
 there. It knows no connections; all threads of rank 0 may use it.
@@ -7,7 +7,8 @@ there. It knows no connections; all threads of rank 0 may use it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 __all__ = ["Answer", "Operation", "Values", "Waiter"]
@@ -29,9 +30,17 @@ class Operation:
         COMPARE: a key, what it should be, and what it then is to be; answers what it is.
         DELETE: a key; answers 1 or 0.
         COUNT: nothing; answers how many keys there are.
+        KEYS: how they begin; answers those keys.
+        PUSH: the key of a queue, and what is to be its last value.
+        POP: the key of a queue; answers its first value when there is one, and removes it.
+        TAKE: the same, but answers nothing if there is none.
+        LENGTH: the key of a queue; answers how many values it has.
     """
 
     PUT, GET, WAIT, CHECK, ADD, APPEND, COMPARE, DELETE, COUNT = range(9)
+    KEYS, PUSH, POP, TAKE, LENGTH = range(9, 14)
+
+    WAITING = (GET, WAIT, POP)
 
 
 @dataclass(eq=False)
@@ -39,7 +48,7 @@ class Waiter:
     """Somebody who waits for keys."""
 
     keys: list[bytes]
-    wants_values: bool
+    operation: int
     answer: Answer
     missing: bytes = field(default=b"", init=False)
 
@@ -50,6 +59,8 @@ class Values:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[bytes, bytes] = {}
+        # None is empty.
+        self._queues: dict[bytes, deque[bytes]] = {}
         # By the first key that each of them misses.
         self._waiting: dict[bytes, list[Waiter]] = {}
         self._closed = False
@@ -65,8 +76,8 @@ class Values:
         with self._lock:
             if self._closed:
                 answer(None)
-            elif operation in (Operation.GET, Operation.WAIT):
-                waiter = Waiter(parts, operation == Operation.GET, answer)
+            elif operation in Operation.WAITING:
+                waiter = Waiter(parts, operation, answer)
                 return waiter if self._has_to_wait(waiter) else None
             else:
                 try:
@@ -100,7 +111,7 @@ class Values:
                 self._put(key, value)
             return []
         if operation == Operation.CHECK:
-            return [b"%d" % all(key in values for key in parts)]
+            return [b"%d" % all(key in values or key in self._queues for key in parts)]
         if operation == Operation.ADD:
             total = b"%d" % (int(values.get(parts[0], b"0")) + int(parts[1]))
             self._put(parts[0], total)
@@ -117,18 +128,48 @@ class Values:
             return [b"%d" % (values.pop(parts[0], None) is not None)]
         if operation == Operation.COUNT:
             return [b"%d" % len(values)]
+        if operation == Operation.KEYS:
+            return [key for key in values if key.startswith(parts[0])]
+        if operation == Operation.PUSH:
+            self._queues.setdefault(parts[0], deque()).append(parts[1])
+            self._wake(parts[0])
+            return []
+        if operation == Operation.TAKE:
+            return [self._pop(parts[0])] if parts[0] in self._queues else []
+        if operation == Operation.LENGTH:
+            return [b"%d" % len(self._queues.get(parts[0], ()))]
         raise ValueError(f"there is no operation {operation}")
 
     def _put(self, key: bytes, value: bytes) -> None:
         self._values[key] = value
+        self._wake(key)
+
+    def _pop(self, key: bytes) -> bytes:
+        values = self._queues[key]
+        value = values.popleft()
+        if not values:
+            del self._queues[key]
+        return value
+
+    def _wake(self, key: bytes) -> None:
         for waiter in self._waiting.pop(key, ()):
             self._has_to_wait(waiter)
 
     def _has_to_wait(self, waiter: Waiter) -> bool:
+        places: tuple[Container[bytes], ...] = {
+            Operation.GET: (self._values,),
+            Operation.WAIT: (self._values, self._queues),
+            Operation.POP: (self._queues,),
+        }[waiter.operation]
         for key in waiter.keys:
-            if key not in self._values:
+            if not any(key in place for place in places):
                 waiter.missing = key
                 self._waiting.setdefault(key, []).append(waiter)
                 return True
-        waiter.answer([self._values[key] for key in waiter.keys] if waiter.wants_values else [])
+        answer = []
+        if waiter.operation == Operation.GET:
+            answer = [self._values[key] for key in waiter.keys]
+        elif waiter.operation == Operation.POP:
+            answer = [self._pop(waiter.keys[0])]
+        waiter.answer(answer)
         return False

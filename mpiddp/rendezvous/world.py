@@ -35,7 +35,7 @@ from mpiddp.rendezvous.mpi_world import (
     _progress_thread_wanted,
     checked_communicator,
 )
-from mpiddp.rendezvous.store import LazyStore
+from mpiddp.rendezvous.store import LazyStore, give_queues
 from mpiddp.system import cores
 from mpiddp.torch_internals.versions import warn_of_newer_torch
 
@@ -155,6 +155,7 @@ def begin_world(
                 warn_of_newer_torch()
             _make_world(own)
             start(own, get_topology())
+            give_queues()
     except BaseException as error:
         joining.settle(error)
         end_unless_all_fail(own, error)

@@ -352,8 +352,8 @@ PRIVATE_NAMES = [
     *_names(
         "torch.distributed.distributed_c10d._world.",
         "pg_map",
-        "ddp/groups horovod/process_sets",
-        "which groups there are",
+        "ddp/groups horovod/process_sets rendezvous/store",
+        "which groups there are, and their stores",
     ),
     *_names(
         "torch.distributed.launcher.api.",

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from mpi4py import MPI
-from replicas import RANK, SIZE, together
+from replicas import RANK, SIZE, gather, together
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
 
 from mpiddp.rendezvous import store_client
-from mpiddp.rendezvous.store import LazyStore
+from mpiddp.rendezvous.store import LazyStore, StoreOfGroup
 from mpiddp.rendezvous.store_client import There
 from mpiddp.rendezvous.store_messages import packed
 from mpiddp.rendezvous.stored_values import Operation
@@ -183,6 +184,56 @@ def test_rank_0_that_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @several
+def _from_queues(store: Any) -> list[Any]:
+    """Use queues, and list keys."""
+    said: list[Any] = [store.queue_len("q"), store.check(["q"])]
+    for value in ("a", "b", "c"):
+        store.queue_push("q", value)
+    said += [store.queue_len("q"), store.check(["q"]), store.wait(["q"]), store.queue_pop("q")]
+    store.set("key", "value")
+    said += [store.queue_pop("q", False), store.list_keys(), store.queue_pop("q")]
+    store.set_timeout(timedelta(seconds=0.2))
+    for block in (False, True):
+        with pytest.raises(DistStoreError if block else dist.QueueEmptyError) as caught:
+            store.queue_pop("q", block)
+        said.append(type(caught.value))
+    return said
+
+
+@pytest.mark.essential
+def test_queues_and_keys_like_torchs(store: LazyStore) -> None:
+    if RANK == 0:
+        torchs = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ours = StoreOfGroup("prefix", store)
+        store.set("other/key", "value")
+        assert _from_queues(ours) == _from_queues(PrefixStore("prefix", torchs))
+
+
+def test_default_store_has_queues(world: None) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    store.queue_push(f"of {RANK}", "value")
+    assert store.queue_pop(f"of {(RANK + 1) % SIZE}") == b"value"
+
+
+@several
+def test_who_waits_for_a_queue(store: LazyStore) -> None:
+    """One value wakes one rank, and what a rank that has gone would have taken is left."""
+    store.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(DistStoreError, match="keys: q"):
+        store.queue_pop("q")
+    MPI.COMM_WORLD.Barrier()
+    store.set_timeout(TIMEOUT)
+    with ThreadPoolExecutor(1) as pool:
+        popped = pool.submit(store.queue_pop, "q")
+        MPI.COMM_WORLD.Barrier()
+        if RANK == 0:
+            for number in range(SIZE):
+                store.queue_push("q", str(number))
+        values = gather(popped.result())
+    assert sorted(values) == [str(number).encode() for number in range(SIZE)]
+    assert store.queue_len("q") == 0
+
+
 def test_threads_do_not_wait_for_each_other(store: LazyStore) -> None:
     """One may wait for what another one sets; and so may what torch clones."""
     other = store.clone()
