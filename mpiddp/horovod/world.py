@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from mpiddp.horovod import environment, handles
 from mpiddp.horovod import process_sets as sets
 from mpiddp.horovod.process_sets import ProcessSet
 from mpiddp.horovod.timeline import Timeline
-from mpiddp.mpi import communicators
+from mpiddp.mpi import at_end, communicators
 from mpiddp.mpi.nodes import Topology, find_topology
 from mpiddp.rendezvous.world import destroy_process_group, init_process_group
 
@@ -75,7 +74,7 @@ def init(
     per_node = communicator.allgather(_topology.local_world_size)
     _homogeneous = len(set(per_node)) == 1
     sets.open_table(communicator, settings)
-    atexit.register(_at_exit)
+    at_end.register(_at_exit)
     try:
         sets.add_first_process_sets(list(process_sets or []))
         if settings.timeline:
@@ -133,7 +132,7 @@ def shutdown() -> None:
     global _topology, _made_world
     if not sets.is_open() or forks.forked():
         return
-    atexit.unregister(_at_exit)
+    at_end.unregister(_at_exit)
     sets.close_table()
     stop_timeline()
     handles.forget_all()
@@ -160,7 +159,7 @@ def leave_lost_world() -> None:
     global _topology
     if not sets.is_open():
         return
-    atexit.unregister(_at_exit)
+    at_end.unregister(_at_exit)
     stop_timeline()
     sets.leave_lost_table()
     handles.forget_all()

@@ -5,7 +5,6 @@ It ends on request, at interpreter exit, or because a rank failed.
 
 from __future__ import annotations
 
-import atexit
 import os
 import warnings
 import weakref
@@ -22,7 +21,7 @@ from torch._C._distributed_c10d import Store
 from mpiddp.engine import forks
 from mpiddp.flight_recorder import files, page
 from mpiddp.flight_recorder.trigger import Trigger
-from mpiddp.mpi import communicators, losses, uncaught
+from mpiddp.mpi import at_end, communicators, losses, uncaught
 from mpiddp.mpi.nodes import Topology, find_topology
 from mpiddp.process_group import asked_backend
 from mpiddp.process_group.forming_group import FormingGroup, NamedWait
@@ -167,7 +166,7 @@ def begin_world(
     joining.settle(None)
     _world.timeout = timeout
     _world.started = True
-    atexit.register(_stop_at_exit)
+    at_end.register(_stop_at_exit)
 
 
 def _come(ranks: MPI.Intracomm, timeout: timedelta) -> MPI.Intracomm:
@@ -443,7 +442,7 @@ def _leave_world(lost: bool = False) -> None:
         return
     if world.started:
         uncaught.unwatch()
-    atexit.unregister(_stop_at_exit)
+    at_end.unregister(_stop_at_exit)
     if forks.forked():
         return  # the threads are not here, and MPI is the parent's
     for companion in world.companions:

@@ -24,9 +24,9 @@ import threading
 from types import FrameType
 from typing import NoReturn
 
-from mpiddp.mpi import uncaught
+from mpiddp.mpi import at_end, uncaught
 from mpiddp.mpi.abort import abort_job, call_before_abort, time_limit
-from mpiddp.rendezvous import absent, world
+from mpiddp.rendezvous import absent
 from mpiddp.runner import output, trained_alone
 from mpiddp.runner.advice import advice_on
 from mpiddp.runner.program import without_own_frames
@@ -166,7 +166,7 @@ class JobExit:
                 and caller.partition(".")[0] != "mpiddp"
             ):
                 with contextlib.suppress(Exception):
-                    world._stop_at_exit()
+                    at_end.run()
                     self._at_exit()
                     _finalize()
             plain(status)

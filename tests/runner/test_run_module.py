@@ -461,9 +461,19 @@ os._exit(0)
 """
 
 
+# Whose thread calls MPI until the end.
+HOROVOD = """import mpiddp.horovod as hvd
+hvd.init()
+assert hvd.allreduce(torch.ones(1), op=hvd.Sum).tolist() == [2.0]"""
+
+
 @pytest.mark.thorough(keep=1)
 @pytest.mark.once
-@pytest.mark.parametrize("end", ["dist.destroy_process_group()", "pass"], ids=["ended", "left"])
+@pytest.mark.parametrize(
+    "end",
+    ["dist.destroy_process_group()", "pass", HOROVOD],
+    ids=["ended", "left", "with Horovod's thread"],
+)
 def test_direct_exit_is_no_failure(end: str) -> None:
     """`os._exit(0)` as the last line: as under torchrun, without a page of the launcher's."""
     done = launch("-c", DIRECT.format(end=end))
