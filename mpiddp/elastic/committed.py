@@ -36,12 +36,6 @@ __all__ = ["Committed"]
 # random states are by rank.
 _RANDOM, _BUFFERS = "random states", "buffers beside state_dict"
 
-# Where a state has other objects than weights have.
-_TO_READ_THEM = (
-    "only if you say that nobody else can write into the folder: elastic.State(..., "
-    "weights_only=False). Or name the types: torch.serialization.add_safe_globals"
-)
-
 # The share of the time that looking whether a snapshot is due may take.
 _LOOKING = 0.01
 
@@ -66,6 +60,12 @@ class Committed:
     Snapshots and checkpoints have the streams of all ranks. A job of as many ranks goes on with
     them; in a job of more, those beyond get streams that follow from the first rank's.
     """
+
+    # What lets `resume` read other objects than weights have.
+    _to_read_them = (
+        "only if you say that nobody else can write into the folder: elastic.State(..., "
+        "weights_only=False). Or name the types: torch.serialization.add_safe_globals"
+    )
 
     # When to look whether a snapshot is due, and when that was last: commit, time, seconds.
     _look_at: int
@@ -182,9 +182,11 @@ class Committed:
     def _resume(self) -> bool:
         """Do what `State.resume` says. Collective."""
         self._check_whole()
-        found = [self._snapshots.load(weights_only=False)] if self._snapshots is not None else []
+        found = []
+        if self._snapshots is not None:
+            found.append(self._load(self._snapshots, "snapshot", self._snapshots.root))
         if self._checkpoints is not None:
-            found.append(self._load(self._checkpoints))
+            found.append(self._load(self._checkpoints, "checkpoint", self._checkpoints))
         newest = max((each for each in found if each), key=lambda each: each.step, default=None)
         ranks = Ranks(None)
         if newest is None or newest.step <= max(ranks.gather(self._commits)):
@@ -199,35 +201,45 @@ class Committed:
         self._count_from(newest.step)
         return True
 
-    def _load(self, root: str | os.PathLike[str]) -> Checkpoint | None:
-        """Load the newest checkpoint. Collective.
+    def _load(
+        self,
+        source: Snapshots | str | os.PathLike[str],
+        kind: str,
+        root: str | os.PathLike[str],
+    ) -> Checkpoint | None:
+        """Load the newest checkpoint or snapshot. Collective.
 
         Raises:
             RuntimeError: it has objects that are read only where the user has said so.
         """
         try:
-            return load(root, weights_only=self._weights_only)
+            if isinstance(source, Snapshots):
+                return source.load(weights_only=self._weights_only)
+            return load(source, weights_only=self._weights_only)
         except (pickle.UnpicklingError, RuntimeError) as error:
             told = str(error)
             if not self._weights_only or "weights_only" not in told:
                 raise
             names = re.search(r"GLOBAL (\S+)", told)
             raise RuntimeError(
-                f"rank {Ranks(None).rank}: the newest checkpoint in {root} has objects of "
+                f"rank {Ranks(None).rank}: the newest {kind} in {root} has objects of "
                 f"{names[1] if names else 'other types'}. To read such ones runs code, so it is "
-                f"{_TO_READ_THEM}"
+                f"{self._to_read_them}"
             ) from error
 
     def _look_at_file(self, path: Path) -> None:
-        """Say at the first checkpoint if `resume` will not read it. Not collective."""
+        """Say at the first one that is looked at if `resume` will not read it. Not collective."""
         if self._looked_at_file or not self._weights_only or Ranks(None).rank:
             return
+        try:
+            names = get_unsafe_globals_in_checkpoint(path / folders.STATE)
+        except FileNotFoundError:
+            return  # a newer snapshot has taken its place
         self._looked_at_file = True
-        names = get_unsafe_globals_in_checkpoint(path / folders.STATE)
         if names:
             warnings.warn(
                 f"mpiddp: rank 0: the state has objects of {', '.join(names)}. To read such ones "
-                f"from a file runs code, so resume() does it {_TO_READ_THEM}",
+                f"from a file runs code, so resume() does it {self._to_read_them}",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -268,6 +280,8 @@ class Committed:
         told = Ranks(None).gather((packed, snapshots.due_in(), pace, self._looking))
         of_ranks, due, paces, looking = zip(*told, strict=True)
         seconds = max(*due, max(looking) / _LOOKING)
+        for entry in folders.entries_of_user(snapshots.root)[:1]:
+            self._look_at_file(entry.path)
         if max(due) == 0:
             random = {_RANDOM: list(of_ranks)}
             snapshots.step(lambda: self._everything() | random, self._commits)

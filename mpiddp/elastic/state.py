@@ -28,9 +28,9 @@ class State(Committed):
             the script and its arguments, so a job that is requeued finds them, and another
             program in the same job does not. They are removed when the function under `run` has
             returned, unless `mpiddp.preemption` has announced the end of the job.
-        weights_only: whether `resume` reads from checkpoints what `torch.load` reads with
-            ``weights_only=True``: tensors and plain values. With False also any other object, which
-            runs code of whoever could write into the folder.
+        weights_only: whether `resume` reads from checkpoints and snapshots what `torch.load` reads
+            with ``weights_only=True``: tensors and plain values. With False also any other object,
+            which runs code of whoever could write into the folder.
         keep_copies: has no effect any more: every commit keeps copies.
         parts: what has ``state_dict`` and ``load_state_dict``, such as a model, an optimizer, a
             sampler; and values that can be copied, such as the step. Each becomes an attribute.
@@ -69,7 +69,7 @@ class State(Committed):
             whether there was one that is farther than this state.
 
         Raises:
-            RuntimeError: the newest checkpoint has objects that `weights_only` does not allow.
+            RuntimeError: the newest of them has objects that `weights_only` does not allow.
             ValueError: a part is sharded, so no rank has all of it.
         """
         return self._resume()

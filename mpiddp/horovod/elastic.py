@@ -69,6 +69,8 @@ class TorchState(Committed):
         ValueError: a part has the name of a method, or one that begins with an underscore.
     """
 
+    _to_read_them = "only if you name the types: torch.serialization.add_safe_globals"
+
     def __init__(
         self,
         model: torch.nn.Module | None = None,

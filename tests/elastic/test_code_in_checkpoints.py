@@ -3,6 +3,9 @@
 import os
 import pickle
 import random
+import shutil
+import uuid
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,8 +17,26 @@ from replicas import RANK, SIZE, gather, together
 
 from mpiddp import checkpoint, elastic
 from mpiddp.elastic import random_states
+from mpiddp.horovod.elastic import TorchState
 
 pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def training() -> Iterator[str]:
+    """A name that snapshots have in this test alone."""
+    name: str = gather(f"elastic-test-{uuid.uuid4().hex}")[0]
+    yield name
+    dist.barrier()
+    for folder in Path("/dev/shm").glob(f"mpiddp-snapshots-*{name}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def written(state: elastic.State) -> None:
+    """Wait until the snapshot is there."""
+    if state._snapshots is not None and state._snapshots._writing is not None:
+        state._snapshots._writing.result()
+    dist.barrier()
 
 
 class Touches:
@@ -23,6 +44,9 @@ class Touches:
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
+
+    def __deepcopy__(self, memo: object) -> "Touches":
+        return self
 
     def __reduce__(self) -> tuple[object, tuple[str, int]]:
         return os.open, (self.path, os.O_CREAT)
@@ -81,6 +105,52 @@ def test_who_asks_for_it_gets_all_objects(mpi_tmp_path: Path) -> None:
         with together():
             assert names.resume()
             assert names.limit == timedelta(seconds=3)
+
+
+def test_no_code_of_a_snapshot(training: str, mpi_tmp_path: Path) -> None:
+    mark = mpi_tmp_path / "mark"
+    with checkpoint.Snapshots(training, share=1) as snapshots:
+        snapshots.step(lambda: {"step": Touches(mark)}, 2)
+        snapshots.wait()
+        dist.barrier()
+        with pytest.raises(RuntimeError) as refused:
+            elastic.State(step=0, name=training).resume()
+        dist.barrier()
+        with together():
+            assert not mark.exists()
+            told = str(refused.value)
+            assert f"rank {RANK}: the newest snapshot in {snapshots.root} has objects of " in told
+            assert "weights_only=False" in told
+
+
+def test_who_asks_for_it_gets_all_objects_of_a_snapshot(training: str) -> None:
+    state = elastic.State(limit=timedelta(seconds=3), name=training)
+    state.commit()
+    written(state)
+    message = r"rank 0: the state has objects of datetime\.timedelta\. .*weights_only=False"
+    state._look_at = 0  # the second one is due
+    if RANK == 0:
+        with pytest.warns(RuntimeWarning, match=message):
+            state.commit()
+    else:
+        state.commit()
+    written(state)
+    state._look_at = 0
+    state.commit()  # it is said once
+    written(state)
+    with pytest.raises(RuntimeError, match=r"objects of datetime\.timedelta\."):
+        elastic.State(limit=timedelta(0), name=training).resume()
+    asks = elastic.State(limit=timedelta(0), weights_only=False, name=training)
+    with together():
+        assert asks.resume()
+        assert asks.limit == timedelta(seconds=3)
+    horovods = TorchState(limit=timedelta(0))  # it has no such argument
+    horovods._snapshots = asks._snapshots
+    with together(), pytest.raises(RuntimeError, match="only if you name the types: "):
+        horovods._resume()
+    with torch.serialization.safe_globals([timedelta]), together():
+        assert horovods._resume()
+        assert horovods.limit == timedelta(seconds=3)
 
 
 GENERATORS = ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"]
