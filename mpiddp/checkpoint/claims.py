@@ -50,16 +50,13 @@ def claim(root: Path, named: bool) -> None:
     Raises:
         RuntimeError: another training has it.
     """
-    with contextlib.suppress(FileNotFoundError):
-        if root.lstat().st_uid != os.getuid():
-            return
     sign = root / _NAME
     held = _held.get(root)
     with contextlib.suppress(FileNotFoundError):
         if held is not None and os.path.samestat(os.fstat(held), sign.stat()):
             return
     release(root)
-    descriptor = _open(sign)
+    descriptor = _open(root)
     if descriptor is None:
         return
     try:
@@ -89,9 +86,17 @@ def release(root: Path) -> None:
         os.close(descriptor)
 
 
-def _open(sign: Path) -> int | None:
+def _open(root: Path) -> int | None:
+    # By the folder that was looked at: another user may put one in its place.
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        return os.open(sign, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | flags)
+        try:
+            if os.fstat(folder).st_uid != os.geteuid():
+                return None
+            return os.open(_NAME, os.O_RDWR | os.O_CREAT | flags, 0o600, dir_fd=folder)
+        finally:
+            os.close(folder)
     except OSError:
         return None  # no folder, or no memory: who writes there says so
 

@@ -18,6 +18,7 @@ import operator
 import os
 import re
 import shutil
+import stat
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,15 +88,19 @@ def entries_of_user(root: Path) -> list[Entry]:
 
     Not collective. For where others may write, and what they have written is not to be unpickled.
     """
-    return entries(root) if is_users(root) else []
+    if not is_users(root):
+        return []
+    # It may have been open to all once.
+    return [entry for entry in entries(root) if is_users(entry.path)]
 
 
 def is_users(root: Path) -> bool:
-    """Return whether there is such a folder, or link, and it is this user's. Not collective."""
+    """Return whether there is such a folder, no link, and it is this user's. Not collective."""
     try:
-        return root.lstat().st_uid == os.geteuid()
+        status = root.lstat()
     except FileNotFoundError:
         return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def make_private(root: Path) -> None:

@@ -89,7 +89,10 @@ class Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take what is no tensor into the state. Not collective."""
         if self._weights_only:
-            torch.load(value, map_location="cpu", weights_only=True)
+            # torch's own reads without it: it gets what was read with it, not what was in the file.
+            plain = torch.load(value, map_location="cpu", weights_only=True)
+            value = io.BytesIO()
+            torch.save(plain, value)
             value.seek(0)
         super().load_bytes(read_item, value)
 

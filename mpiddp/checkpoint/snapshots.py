@@ -96,7 +96,9 @@ class Snapshots:
             raise ValueError("give the training a name: it is not a job of SLURM")
         if not 0 < share <= 1:
             raise ValueError(f"share must be more than 0 and at most 1, not {share}")
-        self._root = Path(folder) / f"mpiddp-snapshots-{_user()}-{name}"
+        # One folder: of one below another, the upper one could be somebody else's.
+        inside = f"mpiddp-snapshots-{_user()}-{name}".replace("/", "%2F")
+        self._root = Path(folder) / inside
         self._share = share
         self._thread = ThreadPoolExecutor(1, "mpiddp snapshots")
         self._copier = Copier()

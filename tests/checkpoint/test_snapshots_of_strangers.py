@@ -1,13 +1,16 @@
 """In node memory all users may write: none reads a snapshot, and no other's folder is used."""
 
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from two_users import as_nobody, open_to_all, two_users
 
-from mpiddp.checkpoint import Snapshots
+from mpiddp.checkpoint import Snapshots, claims, save
 
 WEIGHTS = torch.full((1000,), 42.0)
 
@@ -33,11 +36,57 @@ def test_only_the_user_can_read(snapshots: Snapshots) -> None:
     assert torch.equal(found.state["weights"], WEIGHTS)
 
 
+def test_a_name_with_folders(shared: Path) -> None:
+    """One folder: an upper one could be somebody else's, who then puts another into its place."""
+    with Snapshots("a/training", folder=shared) as made:
+        assert made.step(lambda: {"weights": WEIGHTS}, 1)
+        made.wait()
+        assert made.root.parent == shared
+        assert made.load() is not None
+
+
 def test_left_by_an_earlier_version(snapshots: Snapshots) -> None:
     """One that was open to all is closed."""
     snapshots.root.mkdir(mode=0o755)
     assert snapshots.step(lambda: {"weights": WEIGHTS}, 1)
     assert snapshots.root.stat().st_mode & 0o777 == 0o700
+
+
+@two_users
+def test_what_others_put_into_an_open_folder(snapshots: Snapshots, tmp_path: Path) -> None:
+    """It was open to all before it was closed."""
+    snapshots.root.mkdir()
+    snapshots.root.chmod(0o777)
+    save({"weights": torch.zeros(3)}, tmp_path, step=7)
+    (theirs,) = tmp_path.glob("*-step-7")
+    (tmp_path / "all").mkdir()
+    theirs.rename(tmp_path / "all" / theirs.name)
+    with open_to_all() as passed_on:
+        shutil.copytree(tmp_path / "all", passed_on / "all")
+        as_nobody('cp -r "$1"/all/* "$2"', passed_on, snapshots.root)
+    assert len(list(snapshots.root.iterdir())) == 1
+    assert snapshots.load(weights_only=False) is None
+
+
+@two_users
+def test_another_user_is_there_a_moment_before(
+    snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Between our look at the folder and our file in it: the file of their link is left alone."""
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / ".training").write_text("{}, and what is mine")
+    before = os.open
+
+    def late(path: str | Path, *args: Any, **kwargs: Any) -> int:
+        if Path(path).name in (".training", snapshots.root.name) and not snapshots.root.exists():
+            as_nobody('ln -s "$2" "$1"', snapshots.root, own)
+        return before(path, *args, **kwargs)
+
+    monkeypatch.setattr(claims.os, "open", late)
+    claims.claim(snapshots.root, True)
+    assert snapshots.root.is_symlink()
+    assert (own / ".training").read_text() == "{}, and what is mine"
 
 
 @two_users
