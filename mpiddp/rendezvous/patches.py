@@ -2,7 +2,8 @@
 
 - ``init_process_group("mpiddp")`` gets rank, size and store from MPI. torch looks for ranks and
   addresses before it asks a backend for anything, and for "env://", its default, it wants
-  MASTER_ADDR. So a call that names our backend is completed before torch sees it.
+  MASTER_ADDR. So a call that names our backend is completed before torch sees it. The same holds
+  for "tcp://", where torch would serve a store to whoever connects.
 - ``split_group``: torch's own splits NCCL's communicators and refuses where there is no
   accelerator. For groups of mpiddp, the members of each part create their own group.
 - ``monitored_barrier``: torch's own handles only Gloo's groups.
@@ -95,13 +96,14 @@ def _completed(
 ) -> dict[str, Any]:
     """Return the arguments, completed from MPI. Collective over `communicator`."""
     arguments = dict(given)
+    by_mpi = worlds_apart.meets_by_mpi(given)
     # What a URL says agrees with MPI; torch refuses to be told twice.
-    in_url = () if worlds_apart.asks_environment(given) else worlds_apart.in_url(given)
+    in_url = () if by_mpi else worlds_apart.in_url(given)
     if "rank" not in in_url:
         arguments["rank"] = topology.rank
     if "world_size" not in in_url:
         arguments["world_size"] = topology.world_size
-    if worlds_apart.asks_environment(given):
+    if by_mpi:
         arguments["init_method"] = None
         timeout = given.get("timeout")
         if not isinstance(timeout, timedelta):

@@ -23,6 +23,7 @@ __all__ = [
     "asks_environment",
     "in_url",
     "launchers_that_fit",
+    "meets_by_mpi",
     "refuse_contradictions",
     "refuse_launchers",
     "refuse_separate_worlds",
@@ -149,6 +150,16 @@ def _contradiction(topology: Topology, given: Mapping[str, Any]) -> str:
                     f"and leave rank and world_size to MPI: unset what an outer job has left"
                 )
     return ""
+
+
+def meets_by_mpi(given: Mapping[str, Any]) -> bool:
+    """Return whether the ranks, whom MPI knows, get the store that MPI's ranks share.
+
+    Not collective. Else the user has named another one: a store of the program's, or a file.
+    """
+    if given.get("store") is not None:
+        return False
+    return asks_environment(given) or urlparse(str(given["init_method"])).scheme == "tcp"
 
 
 def asks_environment(given: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(100)
 # By name and before mpiddp, as PyTorch's tutorials import it.
 PREAMBLE = """\
 from torch.distributed import destroy_process_group, init_process_group
-import os, sys
+import os, socket, sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
@@ -100,6 +100,8 @@ def test_each_way_to_ask(tmp_path: Path) -> None:
         dict(backend="mpiddp", init_method=f"env://?rank={rank}&world_size=2"),
         dict(backend="mpiddp", rank=rank),
         dict(backend="mpiddp", rank=rank, world_size=2, init_method="env://"),
+        dict(backend="mpiddp", init_method="tcp://192.0.2.1:1"),
+        dict(backend="mpiddp", init_method=f"tcp://[2001:db8::1]:1?rank={rank}&world_size=2"),
         dict(backend="mpiddp", init_method=f"file://{__file__}.found"),
         dict(backend="mpiddp", init_method=f"file://{__file__}.url?rank={rank}&world_size=2"),
         dict(backend="mpiddp", store=store),
@@ -121,6 +123,26 @@ def test_each_way_to_ask(tmp_path: Path) -> None:
                 raise AssertionError("began twice")
         dist.destroy_process_group()
     assert "both init_method and store" in refusal("mpiddp", store=store, init_method="env://")
+
+    # With an address that ranks could reach, nobody listens there: whoever connects is asked for
+    # no proof.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ports = [None, None]
+    dist.init_process_group("mpiddp", init_method=f"tcp://127.0.0.1:{port}")
+    dist.all_gather_object(ports, port)
+    store = dist.group.WORLD.get_group_store()
+    store.set(str(rank), b"there")
+    assert store.get(str(1 - rank)) == b"there"
+    assert total(dist.new_group(backend="gloo")) == 2
+    try:
+        socket.create_connection(("127.0.0.1", ports[0]), 1).close()
+    except ConnectionRefusedError:
+        pass
+    else:
+        raise AssertionError("rank 0 listens there")
+    dist.destroy_process_group()
 
     # What contradicts MPI on one rank is refused on all, and a right call begins after it.
     mine = f"MPI says that this process is rank {rank} of 2"
