@@ -9,6 +9,7 @@ that come end, and the others begin again.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ _PASSED_ON = (
     "GLOO_", "HOROVOD_", "KMP_", "LD_LIBRARY_PATH", "MKL_", "MPIDDP_", "OMP_", "OPENBLAS_", "PATH",
     "PYTHON", "TORCH_", "UCX_", "VIRTUAL_ENV",
 )  # fmt: skip
+_SECRET = re.compile("KEY|PASSWORD|SECRET|TOKEN")
 
 _joined: MPI.Intracomm | None = None
 _settled = False
@@ -122,7 +124,9 @@ def bring(ranks: MPI.Intracomm, count: int) -> MPI.Intracomm:
     from mpi4py import MPI
 
     variables = [
-        f"{name}={value}" for name, value in os.environ.items() if name.startswith(_PASSED_ON)
+        f"{name}={value}"
+        for name, value in os.environ.items()
+        if name.startswith(_PASSED_ON) and not _SECRET.search(name)
     ]
     python = [sys.executable, "-X", _OPTION, *_arguments()]
     info = MPI.Info.Create()

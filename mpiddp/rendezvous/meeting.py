@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import socket
+import stat
 import sys
 import time
 from dataclasses import dataclass, field
@@ -305,9 +306,11 @@ def _read_address(path: Path) -> dict[str, Any]:
         OSError: it is not there, or is not this user's: who wrote it could pretend to be the job.
         ValueError: it is something else.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-        if os.fstat(file.fileno()).st_uid != os.geteuid():
-            raise PermissionError(f"{path} is another user's")
+    # Without blocking: it may be a pipe that somebody has put there.
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+            raise PermissionError(f"{path} is another user's, or no file")
         where: dict[str, Any] = json.loads(file.read(_LONGEST_LINE))
         return where
 

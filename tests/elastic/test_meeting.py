@@ -1,6 +1,7 @@
 """A job comes to another one that runs, at a folder."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -12,6 +13,9 @@ import mpirun
 import pytest
 from elastic_runs import OPEN_MPI
 from script_runs import SCRIPTS
+from two_users import as_nobody, open_to_all, two_users
+
+from mpiddp.rendezvous import meeting
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -113,6 +117,42 @@ def test_nobody_is_there(tmp_path: Path) -> None:
     words = f"for the job at {tmp_path}, which lets others in when it calls elastic.admit()"
     assert f"mpiddp: waits {words}" in errors
     assert f"this job has waited 3 s {words}, and MPIDDP_START_SECONDS are over" in errors
+
+
+@pytest.mark.once
+@two_users
+@pytest.mark.parametrize("how", ["file", "link", "pipe"])
+def test_an_address_of_another_user(how: str, tmp_path: Path) -> None:
+    """Who wrote it could pretend to be the job; and nobody waits for who reads a pipe."""
+    own = tmp_path / "own"
+    own.write_text("{}")
+    with open_to_all() as folder:
+        file = folder / ADDRESS
+        made = {"file": 'echo {} > "$1"', "link": 'ln -s "$2" "$1"', "pipe": 'mkfifo "$1"'}
+        as_nobody(made[how], file, own)
+        with pytest.raises(OSError, match=r"another user's|symbolic links"):
+            meeting._read_address(file)
+        file.unlink()
+        os.mkfifo(file)
+        with pytest.raises(PermissionError, match="or no file"):
+            meeting._read_address(file)
+
+
+@pytest.mark.once
+@two_users
+def test_an_address_that_others_have_made_first(tmp_path: Path) -> None:
+    """None of them can read the secret; in a folder like /tmp the job says that it cannot write."""
+    with open_to_all() as folder:
+        as_nobody('touch "$1" && chmod 666 "$1"', folder / ADDRESS)
+        folder.chmod(0o777)  # and in one where all may rename
+        door = meeting._Door(folder)
+        try:
+            status = (folder / ADDRESS).stat()
+            assert (status.st_uid, status.st_mode & 0o777) == (0, 0o600)
+            assert meeting._read_address(folder / ADDRESS)["port"] == door._entrance.port
+        finally:
+            door.close()
+        assert list(folder.iterdir()) == []
 
 
 @pytest.mark.skipif(not OPEN_MPI, reason="with MPICH a job comes")
