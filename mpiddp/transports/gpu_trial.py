@@ -44,8 +44,16 @@ _OF_A_USER = ("PMIX_MCA_", "PRTE_MCA_", "OMPI_MCA_")
 # Set by mpirun itself.
 _NOT_OF_A_USER = ("OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir")
 
+# What a rank runs. The program may have found the package in a folder that a new Python does not
+# know; that comes last, so that it hides nothing.
+_PROGRAM = (
+    "import sys; sys.path.append(sys.argv.pop(1)); "
+    "from mpiddp.transports.gpu_trial_rank import main; sys.exit(main(sys.argv[1:]))"
+)
+
 # The job shares cores and GPU with this one.
 _ENVIRONMENT = {
+    "PYTHONSAFEPATH": "1",
     "OMP_NUM_THREADS": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
@@ -82,8 +90,9 @@ def trial(
         can start two from here: then no sum was computed.
     """
     if program is None:
-        arguments = [way, f"{device.type}:{device.index or 0}", *(runtime or ())]
-        program = [sys.executable, "-m", "mpiddp.transports.gpu_trial_rank", *arguments]
+        folder = str(Path(__file__).parents[2])
+        arguments = [folder, way, f"{device.type}:{device.index or 0}", *(runtime or ())]
+        program = [sys.executable, "-c", _PROGRAM, *arguments]
     problem = "nothing started it"
     for launcher in [*(find_launchers() if launchers is None else launchers), None]:
         command = [launcher, "-n", str(RANKS)] if launcher else []
@@ -120,8 +129,6 @@ def environment_of_a_job(environment: Mapping[str, str]) -> dict[str, str]:
         if name not in _NOT_OF_A_USER
         and (name.startswith(_OF_A_USER) or not name.startswith(_OF_A_JOB))
     }
-    path = [str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")]
-    kept["PYTHONPATH"] = os.pathsep.join(part for part in path if part)
     if os.geteuid() == 0:  # as this job was
         kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return kept | _ENVIRONMENT
@@ -133,8 +140,8 @@ def _run(command: Sequence[str], ranks: int, seconds: float) -> tuple[bool, str]
         try:
             process = subprocess.Popen(
                 command,
-                # `python -m` imports from there: not where a source folder hides the package, nor
-                # where other users may put files.
+                # Python before 3.11 imports from there: not where a source folder hides the
+                # package, nor where other users may put files.
                 cwd="/",
                 env=environment_of_a_job(os.environ)
                 | {settings.TRIAL_SECONDS.name: f"{seconds:g}"},
