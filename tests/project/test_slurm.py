@@ -263,7 +263,8 @@ def test_from_a_copy_of_the_environment_on_each_node(slurm: Slurm) -> None:
         slurm.wait_for_end(job)
         lines = slurm.output().partition(f"job {job}: 4 ranks on node[1-2], from ")[2]
         for node in ("node1", "node2"):
-            assert lines.count(f"from /var/tmp/mpiddp-{job} on {node}") == 2, slurm.output()
+            found = re.findall(rf"from (/var/tmp/mpiddp-{job}-[0-9a-f]{{16}}) on {node}", lines)
+            assert (len(found), len(set(found))) == (2, 1), slurm.output()
             left = slurm.hosts.cluster("run", node, "ls", "/var/tmp")
             assert f"mpiddp-{job}" not in left
         assert DIGEST.search(lines), slurm.output()
