@@ -222,6 +222,7 @@ def test_the_job_goes_on(
             try:
                 return socket.create_connection((host, port()), 0.05)
             except OSError:
+                assert started.poll() is None, started.communicate()
                 # That one listens for a moment only.
                 if which != "ring" or time.monotonic() > until:
                     raise
