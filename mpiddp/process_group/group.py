@@ -466,7 +466,7 @@ class ProcessGroup(CallHooks):
         pieces = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
         self.allgather([pieces], [data], at_once)
         # Of ranks of this job.
-        return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]  # noqa: S301
+        return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]  # noqa: S301  # of the job
 
     def broadcast_state(self, tensors: list[torch.Tensor]) -> bool:
         """Make `tensors` equal to rank 0's in shared memory; return whether that was possible.
