@@ -215,7 +215,7 @@ def read_shards(
         into: a state of the same form.
         found: by `newest`.
         root: this node's folder of snapshots; what comes from other nodes lies there until it is
-            read.
+            read, or beside it if it is another user's.
         memories: which ranks share a node's memory.
         ranks: of the group.
         group: whose ranks these are.
@@ -225,12 +225,14 @@ def read_shards(
 
     def prepare() -> None:
         if memories.first:
-            folders.make_private(root)
-            for left in root.glob(f"{_READING}*"):  # by a job that was killed
-                shutil.rmtree(left, ignore_errors=True)
+            with contextlib.suppress(PermissionError):  # another user's
+                folders.make_private(root)
+                for left in root.glob(f"{_READING}*"):  # by a job that was killed
+                    shutil.rmtree(left, ignore_errors=True)
 
     def make() -> None:
-        scratch.append(Path(tempfile.mkdtemp(prefix=_READING, dir=root)))
+        place = root if folders.is_users(root) else root.parent
+        scratch.append(Path(tempfile.mkdtemp(prefix=_READING, dir=place)))
 
     try:
         _together(ranks, prepare)

@@ -160,6 +160,10 @@ class Snapshots:
             return self._shards.step(state, step)
         if self._refused or not self._writes or self.due_in() > 0:
             return False
+        # Again: another rank may have written so far, and something have removed the folder.
+        self._make_root()
+        if self._refused:
+            return False
         self._began = time.monotonic()
         copy = self._copier.copied(state())
         self._copying_seconds = time.monotonic() - self._began

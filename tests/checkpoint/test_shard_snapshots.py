@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from two_users import as_nobody, two_users
 
 from mpiddp import checkpoint
 
@@ -125,6 +126,27 @@ def test_a_node_is_lost(placed):
     with together():
         assert not list(folder.glob("*/.reading*"))
         assert after == before
+
+
+@two_users
+def test_another_user_has_the_place_of_a_lost_node(node):
+    """The others' copies are read all the same, and nothing of it lies in that folder."""
+    before = made(checkpoint.Snapshots("t", share=1, folder=node), Training(), [1, 2])
+    dist.barrier()
+    if RANK == SIZE - 1:
+        (root,) = node.iterdir()
+        shutil.rmtree(root)
+        node.chmod(0o1777)
+        as_nobody('mkdir "$1" && chmod 777 "$1"', root)
+    dist.barrier()
+    other = Training(seed=1)
+    other.step()
+    found = checkpoint.Snapshots("t", folder=node).load(into=other.state())
+    other.take(found.state)
+    after = other.bits()
+    with together():
+        assert after == before
+        assert RANK < SIZE - 1 or [list(each.iterdir()) for each in node.iterdir()] == [[]]
 
 
 def test_fewer_ranks(node):

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,30 @@ def test_another_user_is_there_a_moment_before(
     claims.claim(snapshots.root, True)
     assert snapshots.root.is_symlink()
     assert (own / ".training").read_text() == "{}, and what is mine"
+
+
+@two_users
+@pytest.mark.parametrize("when", ["it was removed", "another rank wrote"])
+def test_another_user_makes_it_later(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Something cleans the place while the training runs; or its first rank was lost."""
+    take = 'mkdir "$1" && chmod 777 "$1"'
+    with Snapshots("a training", share=1, folder=shared) as snapshots:
+        if when == "another rank wrote":
+            monkeypatch.setenv("LOCAL_RANK", "1")
+            assert not snapshots.step(lambda: {"weights": WEIGHTS}, 1)
+            monkeypatch.setenv("LOCAL_RANK", "0")
+        else:
+            assert snapshots.step(lambda: {"weights": WEIGHTS}, 1)
+            snapshots.wait()
+            shutil.rmtree(snapshots.root)
+        as_nobody(take, snapshots.root)
+        while snapshots.due_in() > 0:
+            time.sleep(0.01)
+        with pytest.warns(UserWarning, match="no snapshots are kept on this node: "):
+            assert not snapshots.step(lambda: {"weights": WEIGHTS}, 2)
+        assert list(snapshots.root.iterdir()) == []
 
 
 @two_users
