@@ -175,12 +175,16 @@ def _answering(answer: Callable[[str], str]) -> Callable[[Callable[..., Any]], C
 
     def in_question(torchs: Callable[..., Any]) -> Callable[..., Any]:
         def question(group: dist.ProcessGroup | None = None) -> Any:
+            compiling = torch.compiler.is_compiling()
+            named = asked_backend.of_world()
+            if compiling and group is None and named is not None:
+                return answer(
+                    named
+                )  # Dynamo of torch 2.11 does not find our group in torch's table
             true = torchs(group)
             if not names_mpiddp(true):
                 return true
-            if torch.compiler.is_compiling():
-                named = asked_backend.of_world()  # there are no frames to look at
-            else:
+            if not compiling:  # else there are no frames to look at
                 named = asked_backend.told(group or dist.group.WORLD, sys._getframe(1))
             return true if named is None else answer(named)
 

@@ -15,7 +15,10 @@ from pathlib import Path
 
 import mpirun
 import pytest
+import torch
 from script_runs import clean_environment
+
+from mpiddp.torch_internals.versions import release_of
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -59,8 +62,12 @@ class Job:
     def in_words(self) -> str:
         return self.analyze("mpiddp.flight_recorder")
 
-    def by_torch(self) -> str:
-        return self.analyze("torch.distributed.flight_recorder.fr_trace", "--prefix", "trace_")
+    def torch_says(self, *words: str) -> None:
+        """Find `words` in what torch's analyzer says, if torch has one for CPUs."""
+        if release_of(torch.__version__) >= (2, 12):
+            analyzer = "torch.distributed.flight_recorder.fr_trace"
+            told = self.analyze(analyzer, "--prefix", "trace_")
+            assert all(each in told for each in words)
 
 
 def run(folder: Path, source: str, ranks: int = 3) -> Job:
@@ -96,9 +103,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     line = PREAMBLE.count("\n") + 5
     assert f"{tmp_path}/script.py:{line} in <module>" in told
     assert "Rank 1 has not begun it. Its last: 2, broadcast(root 1) of float32 (5,)" in told
-    told = job.by_torch()
-    assert "Not all ranks joining collective, sequence number: 3" in told
-    assert "missing ranks: {1}" in told
+    job.torch_says("Not all ranks joining collective, sequence number: 3", "missing ranks: {1}")
 
 
 @pytest.mark.thorough
@@ -139,10 +144,8 @@ def test_a_rank_that_calls_something_else(tmp_path: Path) -> None:
     told = job.in_words()
     assert "The ranks have called different operations" in told
     assert "broadcast(root 0) of float32 (7,) on rank 2" in told
-    told = job.by_torch()
     # It takes the rank whose file it reads first for right.
-    assert "Culprit rank" in told
-    assert "COLLECTIVE_TYPE_MISMATCH" in told
+    job.torch_says("Culprit rank", "COLLECTIVE_TYPE_MISMATCH")
 
 
 @pytest.mark.thorough
@@ -162,8 +165,7 @@ def test_a_bucket_that_a_rank_does_not_fill(tmp_path: Path) -> None:
     told = job.in_words()
     assert "bucket 0 of backward pass 2 of Linear on ranks 1 and 2, ranks 1 and 2 in it" in told
     assert "Rank 0 has not begun it" in told
-    told = job.by_torch()
-    assert "missing ranks: {0}" in told
+    job.torch_says("missing ranks: {0}")
 
 
 @pytest.mark.slow
@@ -180,7 +182,7 @@ def test_a_message_that_nobody_sends(tmp_path: Path) -> None:
     told = job.in_words()
     assert "messages from 2 to 0" in told
     assert "Rank 2 has not begun it" in told
-    assert "missing ranks: {2}" in job.by_torch()
+    job.torch_says("missing ranks: {2}")
 
 
 def test_an_abort(tmp_path: Path) -> None:
