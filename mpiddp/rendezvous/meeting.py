@@ -255,6 +255,7 @@ def _ask(folder: Path, count: int, vendor: str) -> tuple[socket.socket, str]:
     words = f"for the job at {folder}, which lets others in when it calls elastic.admit()"
     with contextlib.ExitStack() as until_failed:
         connection: socket.socket | None = None
+        where: dict[str, Any] = {}
         proof: Proof | None = None
         heard = b""
         said = _line({"ranks": count, "compared": launch_checks.compared()})
@@ -274,6 +275,9 @@ def _ask(folder: Path, count: int, vendor: str) -> tuple[socket.socket, str]:
                     heard += _hear(connection)
                 else:
                     time.sleep(_NAP)
+                    # A program that says nothing may have got the port of a job that was killed.
+                    if _read_address(folder / _ADDRESS) != where:
+                        raise ConnectionError("another job listens")
             except (OSError, ValueError, KeyError, TypeError):
                 # It is not there yet, or has gone, and another may come.
                 until_failed.close()

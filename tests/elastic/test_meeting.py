@@ -6,16 +6,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from socket import create_connection
 
 import mpirun
+import patience
 import pytest
 from elastic_runs import OPEN_MPI
 from script_runs import SCRIPTS
 from two_users import as_nobody, open_to_all, two_users
 
 from mpiddp.rendezvous import meeting
+from mpiddp.system.listening import listen
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -153,6 +156,28 @@ def test_an_address_that_others_have_made_first(tmp_path: Path) -> None:
         finally:
             door.close()
         assert list(folder.iterdir()) == []
+
+
+@pytest.mark.once
+def test_another_program_has_the_port_of_a_job_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the other end to speak, as a web server does; then a job lets others in."""
+    monkeypatch.setenv("MPIDDP_START_SECONDS", f"{patience.enough(20.0)}")
+    with listen("127.0.0.1") as silent, ThreadPoolExecutor(1) as pool:
+        left = {"host": "127.0.0.1", "port": silent.getsockname()[1], "secret": "00"}
+        (tmp_path / ADDRESS).write_text(json.dumps(left))
+        coming = pool.submit(meeting._ask, tmp_path, 1, "MPICH")
+        kept, _ = silent.accept()
+        door = meeting._Door(tmp_path)
+        with kept:
+            while not door.look():
+                assert not coming.done()
+                time.sleep(0.01)
+        door._guests[0].connection.sendall(meeting._line({"refused": "it is full"}))
+        with pytest.raises(RuntimeError, match="it is full"):
+            coming.result()
+        door.close()
 
 
 @pytest.mark.skipif(not OPEN_MPI, reason="with MPICH a job comes")

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import secrets
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -69,6 +70,24 @@ def test_another_program_listens(told: list[str]) -> None:
             accepted.sendall(b"HTTP/1.1 400 Bad Request\r\n" * 4)
             proof = Proof(connection, SECRET)
             time.sleep(0.05)
+            with pytest.raises(ConnectionError, match="another program"):
+                proof.advance()
+
+
+def test_another_program_pretends_to_be_the_job(entrance: Entrance) -> None:
+    """It greets as the job does, and cannot prove that it is the job."""
+    listener = listen("127.0.0.1")
+    with listener, socket.create_connection(listener.getsockname()[:2], 5) as connection:
+        accepted, _ = listener.accept()
+        with accepted, connect(entrance) as known:
+            entrance.look()
+            accepted.sendall(known.recv(100))
+            proof = Proof(connection, SECRET)
+            select.select([connection], [], [], 5)
+            assert not proof.advance()
+            assert len(accepted.recv(100)) == 64
+            accepted.sendall(secrets.token_bytes(32))
+            select.select([connection], [], [], 5)
             with pytest.raises(ConnectionError, match="another program"):
                 proof.advance()
 
