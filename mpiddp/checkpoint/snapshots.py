@@ -161,8 +161,7 @@ class Snapshots:
         if self._refused or not self._writes or self.due_in() > 0:
             return False
         # Again: another rank may have written so far, and something have removed the folder.
-        self._make_root()
-        if self._refused:
+        if not self._make_root():
             return False
         self._began = time.monotonic()
         copy = self._copier.copied(state())
@@ -255,8 +254,8 @@ class Snapshots:
         file = None if mine is None else mine.path / folders.STATE
         return Checkpoint(ranks.read_on(-owner, file, weights_only), step, path)
 
-    def _make_root(self) -> None:
-        """Make the folder, this user's alone. Not collective."""
+    def _make_root(self) -> bool:
+        """Make the folder, this user's alone; return False if it is another's. Not collective."""
         if self._writes:
             try:
                 folders.make_private(self._root)
@@ -265,6 +264,7 @@ class Snapshots:
                 warnings.warn(f"no snapshots are kept on this node: {error}", stacklevel=3)
             except OSError:
                 pass  # who writes says what is wrong
+        return not self._refused
 
     def _claim(self) -> None:
         """Make sure that what is there is this training's. Not collective."""

@@ -1,5 +1,6 @@
 """Trials of GPU memory in MPI: a job that dies, hangs, adds garbage or never starts."""
 
+import os
 import re
 import sys
 import tempfile
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import simulated_gpu
 import torch
+from two_users import as_nobody, open_to_all
 
 from mpiddp.transports import gpu_trial
 from mpiddp.transports.gpu_choice import wait_napping
@@ -201,11 +203,18 @@ def test_runs_nothing_that_others_have_put_into_shared_folders(
 ) -> None:
     """As /tmp, in which every user may put a torch.py."""
     evidence = tmp_path / "evidence"
-    for name in ("torch", "mpi4py", "mpiddp", "sitecustomize"):
-        (tmp_path / f"{name}.py").write_text(f"open({str(evidence)!r}, 'a').write({name!r})\n")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    ranks, problem = trial("device", CPU, seconds=60, launchers=[])
+    with open_to_all() as shared:
+        for name in ("torch", "mpi4py", "mpiddp", "sitecustomize"):
+            code = f"open({str(evidence)!r}, 'a').write({name!r})"
+            write = f'echo "{code}" > "$1"'
+            if os.geteuid() == 0:
+                as_nobody(write, shared / f"{name}.py")
+            else:
+                (shared / f"{name}.py").write_text(code)
+        monkeypatch.setattr(tempfile, "tempdir", str(shared))
+        monkeypatch.setenv("TMPDIR", str(shared))
+        monkeypatch.chdir(shared)
+        ranks, problem = trial("device", CPU, seconds=60, launchers=[])
+        monkeypatch.undo()
     assert not evidence.exists(), evidence.read_text()
     assert (ranks, "No module" in problem) == (1, False), problem
