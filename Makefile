@@ -42,7 +42,7 @@ LIBRARIES := $(VENV)/.libraries
 DOCUMENTING := $(VENV)/.documenting
 
 # The folders are listed for files that are removed from them.
-SOURCES := setup.py pyproject.toml mpiddp_command.py \
+SOURCES := setup.py pyproject.toml mpiddp_children.py mpiddp_command.py \
 	$(shell find cython mpiddp -type d -not -name __pycache__) \
 	$(shell find cython mpiddp -name '*.py*' -not -name '*.pyc' -o -name '*.pxd' -o -name '*.h' -o -name py.typed)
 
@@ -169,7 +169,7 @@ lint: $(INSTALLED)
 	@cp -rs $(CURDIR)/mpiddp build/mypy/
 	@cd cython && find . -name '*.pyi' -exec ln -s $(CURDIR)/cython/{} $(CURDIR)/build/mypy/mpiddp/{} \;
 	MYPYPATH=build/mypy $(BIN)/mypy -p mpiddp
-	MYPYPATH=build/mypy $(BIN)/mypy mpiddp_command.py
+	MYPYPATH=build/mypy $(BIN)/mypy mpiddp_children.py mpiddp_command.py
 	MYPYPATH=tests/support $(BIN)/mypy --follow-imports=silent tests/support/launch.py \
 		tests/support/launch_progress.py tests/support/launch_report.py \
 		tests/support/launch_record.py tests/support/tiers.py tests/support/patience.py \

@@ -242,7 +242,7 @@ def extensions():
 
 
 setup(
-    py_modules=["mpiddp_command"],
+    py_modules=["mpiddp_children", "mpiddp_command"],
     packages=[PACKAGE, *(f"{PACKAGE}.{room}" for room in ROOMS)],
     package_data={PACKAGE: ["py.typed"]},
     ext_modules=extensions(),

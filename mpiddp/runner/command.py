@@ -16,12 +16,14 @@ from typing import NoReturn
 
 from torch.distributed import Backend
 
+import mpiddp_children
 from mpiddp import launchers, settings
 from mpiddp.mpi import communicators, nodes
-from mpiddp.rendezvous import absent, mpi_world, world
+from mpiddp.rendezvous import absent, children, mpi_world, world
 from mpiddp.runner import (
     data_parallel,
     elastic,
+    launchers_inside,
     output,
     spawn,
     stand_ins,
@@ -89,6 +91,7 @@ def main(arguments: Sequence[str], name: str = NAME) -> int:
     if not options.data_parallel:  # else the script is alone
         problem = torchrun.set_environment(communicator, topology)
         absent.begin(communicator)
+        children.begin(topology.rank, topology.world_size)
     if problem:
         # Without an abort: the others wait at their end until rank 0 has printed.
         if topology.rank == 0:
@@ -97,7 +100,7 @@ def main(arguments: Sequence[str], name: str = NAME) -> int:
 
     ending = JobExit(topology.rank, topology.world_size)
     try:
-        _prepare(options, StartedRanks(communicator, topology, ending.fail))
+        _prepare(options, program, StartedRanks(communicator, topology, ending.fail))
         ending.watch_sigterm()
         ending.finish_at_direct_exit()
         if options.data_parallel and topology.rank != 0:
@@ -111,11 +114,11 @@ def main(arguments: Sequence[str], name: str = NAME) -> int:
     return 0
 
 
-def _prepare(options: argparse.Namespace, started: StartedRanks) -> None:
+def _prepare(options: argparse.Namespace, program: Program, started: StartedRanks) -> None:
     topology = started.topology
     output.send_by_line()
     _direct_output(options, topology.rank)
-    said = _replace(options, started)
+    said = _replace(options, program, started)
     if topology.rank == 0:
         ranks = f"{topology.world_size} rank{'s' * (topology.world_size > 1)}"
         print(f"mpiddp: {ranks}, {said}", file=sys.stderr, flush=True)
@@ -204,7 +207,7 @@ def _direct_output(options: argparse.Namespace, rank: int) -> None:
         output.send_to_files(*files)
 
 
-def _replace(options: argparse.Namespace, started: StartedRanks) -> str:
+def _replace(options: argparse.Namespace, program: Program, started: StartedRanks) -> str:
     """Replace the parts of torch that the options name; return in words what was replaced."""
     replaced = []
     if options.data_parallel:
@@ -223,6 +226,10 @@ def _replace(options: argparse.Namespace, started: StartedRanks) -> str:
     if options.backend == world.BACKEND:
         torchrun.replace_sync_batch_norm()
         stand_ins.install(started.topology.rank, started)
+    if options.backend == world.BACKEND and not options.keep_spawn:
+        mpiddp_children.mark(started.topology.rank, started.topology.world_size)
+        if started.topology.world_size > 1:
+            launchers_inside.watch(program, started.topology.rank)
     if not options.keep_spawn:
         spawn.replace_spawn(started)
         elastic.replace_elastic_launch(started)

@@ -27,7 +27,7 @@ from typing import NoReturn
 from mpiddp.mpi import at_end, uncaught
 from mpiddp.mpi.abort import abort_job, call_before_abort, time_limit
 from mpiddp.rendezvous import absent
-from mpiddp.runner import output, trained_alone
+from mpiddp.runner import launchers_inside, output, trained_alone
 from mpiddp.runner.advice import advice_on
 from mpiddp.runner.program import without_own_frames
 
@@ -180,6 +180,7 @@ class JobExit:
             abort_job(self._status, lambda: uncaught.say_status(self._rank, self._status))
         if not self._status:
             trained_alone.say(self._rank, self._world_size)
+            launchers_inside.say(self._rank, self._world_size)
         absent.end()
         output.release()
 

@@ -17,6 +17,7 @@ from urllib.parse import parse_qsl, urlparse
 import torch
 import torch.distributed as dist
 
+import mpiddp_children
 from mpiddp.data_parallel.wrapper import DataParallel
 from mpiddp.ddp.sync_batch_norm import SyncBatchNorm
 from mpiddp.ddp.wrapper import DistributedDataParallel
@@ -25,7 +26,7 @@ from mpiddp.process_group import asked_backend
 from mpiddp.rendezvous import world
 from mpiddp.rendezvous.patches import names_mpiddp
 from mpiddp.rendezvous.world import BACKEND
-from mpiddp.runner import trained_alone
+from mpiddp.runner import launchers_inside, trained_alone
 from mpiddp.torch_internals.patching import replace_function
 
 if TYPE_CHECKING:
@@ -108,12 +109,17 @@ def replace_backends(backend: str) -> None:
     Groups other than the world keep their backend, such as Gloo, if this machine can run it. Not
     collective.
     """
+    process_id = os.getpid()
 
     def in_init(torchs: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(torchs)
 
         def init_process_group(*args: Any, **kwargs: Any) -> None:
             given = signature.bind(*args, **kwargs).arguments
+            if os.getpid() != process_id:  # forked: the world is torch's
+                mpiddp_children.check(given)
+                torchs(*args, **kwargs)
+                return
             named = given.get("backend")
             asked = None
             if named is None or _of_torch(named):
@@ -126,6 +132,7 @@ def replace_backends(backend: str) -> None:
                         given.pop("device_id", None)
             begins = not (world.is_starting() or dist.is_initialized())
             torchs(**given)
+            launchers_inside.note_world()
             if backend == BACKEND:
                 if begins:
                     asked_backend.note(asked)
@@ -137,6 +144,8 @@ def replace_backends(backend: str) -> None:
         signature = inspect.signature(torchs)
 
         def new_group(*args: Any, **kwargs: Any) -> Any:
+            if os.getpid() != process_id:
+                return torchs(*args, **kwargs)
             given = signature.bind(*args, **kwargs).arguments
             named = given.get("backend")
             replaced = asked_backend.was_told(named) or (

@@ -69,8 +69,8 @@ def blocks(page: Path) -> list[Block]:
 
 
 def sources() -> list[Path]:
-    """Return the files of mpiddp, wherever they lie below its two folders."""
-    return [
+    """Return the files of mpiddp: two in the root, and those below its two folders."""
+    return sorted(ROOT.glob("mpiddp_*.py")) + [
         path
         for folder in ("mpiddp", "cython")
         for path in sorted((ROOT / folder).rglob("*"))

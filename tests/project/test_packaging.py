@@ -121,6 +121,7 @@ def test_build_in_isolation(source: Path, tmp_path: Path) -> None:
     assert_complete(target / "mpiddp")
     assert (target / "bin" / "mpiddp").exists()
     assert (target / "mpiddp_command.py").exists()
+    assert (target / "mpiddp_children.py").exists()
     program = f"""
 import mpiddp
 from pathlib import Path
@@ -225,7 +226,7 @@ class TestWithoutCompiler:
                 "benchmarks": ("*.py", "*.c"),
                 "examples": ("*.py",),
                 ".": (
-                    *("setup.py", "pyproject.toml", "mpiddp_command.py"),
+                    *("setup.py", "pyproject.toml", "mpiddp_children.py", "mpiddp_command.py"),
                     *("LICENSE", "README.md", "constraints.txt"),
                 ),
             }.items()

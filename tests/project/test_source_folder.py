@@ -31,7 +31,7 @@ def clone(tmp_path: Path) -> Path:
     for name in ("mpiddp", "cython"):
         ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.c")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    for name in ("setup.py", "pyproject.toml", "mpiddp_command.py"):
+    for name in ("setup.py", "pyproject.toml", "mpiddp_children.py", "mpiddp_command.py"):
         shutil.copy2(ROOT / name, folder)
     return folder
 
