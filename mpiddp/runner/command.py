@@ -21,6 +21,7 @@ from mpiddp import launchers, settings
 from mpiddp.mpi import communicators, nodes
 from mpiddp.rendezvous import absent, children, mpi_world, world
 from mpiddp.runner import (
+    agent_store,
     data_parallel,
     elastic,
     launchers_inside,
@@ -226,6 +227,7 @@ def _replace(options: argparse.Namespace, program: Program, started: StartedRank
     if options.backend == world.BACKEND:
         torchrun.replace_sync_batch_norm()
         stand_ins.install(started.topology.rank, started)
+        agent_store.serve_on_demand(started.topology)
     if options.backend == world.BACKEND and not options.keep_spawn:
         mpiddp_children.mark(started.topology.rank, started.topology.world_size)
         if started.topology.world_size > 1:
