@@ -7,8 +7,8 @@ Two sources know something all the same:
 
 - Under `python -m mpiddp` all ranks have met once: `begin` gives them a communicator for questions.
   A rank that has waited for long asks. One that waits as well answers between two looks. For one
-  whose program is elsewhere a thread answers, with the line that the program is at. It sleeps until
-  a wait may have become long, and ends when its rank comes: a quick start makes no more calls.
+  whose program is elsewhere a thread answers, with the line that the program is at. It sleeps for
+  two seconds at first, and ends when its rank comes: a quick start makes no more calls.
 - Otherwise, and for ranks that do not answer, Linux tells of the processes of this node, see
   launched_here.py. So there it is two ranks of each node that look, and speak if ranks of their own
   node are absent.
@@ -41,6 +41,8 @@ _PERIOD = 0.5
 _PATIENCE = 2.5
 _NAP = 0.005
 _QUESTION, _ANSWER = 1, 2
+# After how many seconds a thread answers for a program at the latest: a wait's limit may be short.
+_PATIENT = 2.0
 # After how many seconds of waiting others can see it.
 _SOON = 0.1
 # How many ranks speak, of the job or of a node: one of them may be the one that has not come.
@@ -93,8 +95,8 @@ class _Questions:
         self._thread.join()
 
     def _answer_for(self) -> None:
-        """Answer for a program that is elsewhere, from when waits may have become long."""
-        if self._ending.wait(settings.STALL_SECONDS.read_before_init() / 2):
+        """Answer for a program that is elsewhere, from when a wait may have ended."""
+        if self._ending.wait(min(settings.STALL_SECONDS.read_before_init() / 2, _PATIENT)):
             return
         while not self._ending.wait(_PERIOD):
             self._answer()

@@ -67,6 +67,18 @@ def test_a_rank_that_waits_elsewhere_in_mpi(tmp_path: Path, rank: int) -> None:
     assert {line.partition(" of ")[0] for line in waits(done.stderr)} == {f"mpiddp: rank {speaker}"}
 
 
+@pytest.mark.essential
+def test_a_limit_that_ends_before_anybody_speaks(tmp_path: Path) -> None:
+    """The error knows the line too: the absent rank answers long before half of 30 s."""
+    script = tmp_path / "script.py"
+    script.write_text(ONE_CALLS_MPI)
+    done = launch(script, "0", "answers", env={"MPIDDP_STALL_SECONDS": None})
+    assert done.returncode == 1
+    where = rf"{re.escape(str(script))}:{line_of('MPI.COMM_WORLD')} in print_hosts"
+    who = rf"Absent: rank 0 \(process \d+ on {HOST}, now at {where}\)\n"
+    assert re.search(f"RuntimeError: rank 1 of 2 has waited .*{who}", done.stderr)
+
+
 @pytest.mark.thorough
 def test_a_rank_that_does_not_answer(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
