@@ -52,14 +52,14 @@ class TestWithoutThePackage:
     def test_help(self, arguments: list[str]) -> None:
         done = run(*arguments)
         assert (done.returncode, done.stderr) == (0, "")
-        for name in mpiddp_command._COMMANDS:
+        for name in (*mpiddp_command._COMMANDS, "launch"):
             assert f"mpiddp {name}" in done.stdout
 
     def test_wrong_command(self) -> None:
         done = run("train.py")
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == (
-            "mpiddp: there is no command 'train.py': run, doctor or flight-recorder\n"
+            "mpiddp: there is no command 'train.py': run, doctor, flight-recorder or launch\n"
         )
 
     @pytest.mark.parametrize("arguments", ["--version", "--help", "nonsense"])

@@ -92,6 +92,7 @@ class Hosts:
         turns: bool = False,
         timeout: float = 60,
         env: Mapping[str, str] | None = None,
+        before: Sequence[str] = (),
     ) -> "subprocess.CompletedProcess[str]":
         """Run `python COMMAND` from the head with mpirun.
 
@@ -102,6 +103,7 @@ class Hosts:
             turns: whether ranks are placed by turns, each on the next node that has room.
             timeout: seconds.
             env: is added to the environment of the ranks.
+            before: a command that starts mpirun.
         """
         agent = self.env["LAB_DIR"] + "/agent"
         rooms = {
@@ -118,7 +120,7 @@ class Hosts:
             for name, value in ({"OMP_NUM_THREADS": "1"} | dict(env or {})).items()
         ]
         done = self.try_cluster(
-            *("run", "head", "env", *settings, mpirun.find(), *words, *options),
+            *("run", "head", "env", *settings, *before, mpirun.find(), *words, *options),
             *("-n", str(sum(rooms.values())), sys.executable, *command),
             timeout=timeout,
         )
