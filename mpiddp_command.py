@@ -120,8 +120,8 @@ def _launch(command: Sequence[str]) -> int:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     except OSError as error:
         return _complain(f"{command[0]} cannot be started: {error.strerror}", 127)
-    for number in early:
-        child.send_signal(number)
+    for came in early:
+        child.send_signal(came)
     lost = _copy_output(child)
     status = child.wait()
     if status < 0:
