@@ -7,6 +7,12 @@ The data are scikit-learn's bundled 1,797 images of 8 x 8 pixels: nothing is dow
 Comments starting with MPI mark what a script for one process would not have.
 """
 
+import signal
+
+# SLURM may announce the end of the job while Python still loads what follows: the signal is held
+# back until preemption.install() takes it.
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+
 import argparse
 import hashlib
 import os

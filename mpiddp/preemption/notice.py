@@ -39,6 +39,8 @@ class _Notice:
         _let_children_end()
         for number in signals:
             self._before[number] = signal.signal(number, self._handle)
+        # A script may hold them back till now: those that have come are handled here.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
         if _heard_before_a_loss:
             _heard_before_a_loss = False
             self._want()
@@ -181,7 +183,8 @@ def install(signals: Iterable[int] | None = None) -> None:
     """From now on take the signals that announce the end of the job.
 
     Collective over the world. They no longer end the process: `requested` tells of them. A handler
-    that Python had for one of them is still called.
+    that Python had for one of them is still called. Signals that this thread has blocked
+    (`signal.pthread_sigmask`) are let in, and those that have come meanwhile count.
 
     Args:
         signals: which ones; the default is ``MPIDDP_PREEMPTION_SIGNALS``: USR1, USR2 and TERM.
