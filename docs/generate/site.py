@@ -26,6 +26,7 @@ import other_tables
 import settings_table
 import step_tables
 import tested_table
+import trainer_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 # The same as `paths` in mkdocs.yml, and the package in it.
@@ -51,6 +52,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "memory": other_tables.memory,
     "lazy-buckets": other_tables.lazy_buckets,
     "versions": tested_table.versions,
+    "trainers": trainer_tables.trainers,
     "construction": other_tables.construction,
     "snapshots": other_tables.snapshots,
     "starts": other_tables.starts,

@@ -1,0 +1,302 @@
+"""Run public trainers under torchrun with Gloo and under mpirun, and compare their losses.
+
+    python benchmarks/trainers.py [--folder FOLDER] [--rounds 3] [--json FILE] [NAME ...]
+
+The programs lie in tests/support/scripts/, and none knows of MPI. What they need is installed once
+into FOLDER/trainers-HASH, beside this environment's torch and outside of the clone. Each program
+runs by turns under torchrun and under `python -m mpiddp`. It fails unless the losses of all ranks
+are the same but for rounding. Steps a second are the median over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from measuring import describe_machine
+
+from mpiddp.mpi.library import linked_version
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "tests" / "support" / "scripts"
+BIN = Path(sys.executable).parent
+RANKS = 2
+# Losses may differ in the order of sums.
+TOLERANCE = 1e-4
+LIMIT = 600  # seconds of one run
+
+
+@dataclass(frozen=True)
+class Program:
+    """One script, and what it needs beside torch.
+
+    Attributes:
+        name: by which it is chosen.
+        packages: of the registry; the table names the versions of these.
+        script: below tests/support/scripts/.
+        arguments: what follows the folder that a script may write to.
+        change: what must change for it to run on CPUs at all; "" for nothing.
+        more: packages that it needs as well.
+        apart: packages without what they ask for, which does not fit this torch; for it alone.
+        file: of the first package, the one file that is tried; it follows `arguments`.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    script: str
+    arguments: tuple[str, ...] = ()
+    change: str = ""
+    more: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+    file: str = ""
+
+
+PROGRAMS = (
+    Program("pyg", ("torch_geometric",), "trainers/graph_batches.py"),
+    Program("webdataset", ("webdataset",), "trainers/web_shards.py"),
+    Program(
+        "lightning", ("lightning",), "trainers/lightning_averages.py", change='accelerator="cpu"'
+    ),
+    Program(
+        "adapters",
+        ("peft", "trl", "datasets"),
+        "trainers/language_adapters.py",
+        change="use_cpu=True",
+    ),
+    Program(
+        "sentences",
+        ("sentence-transformers", "datasets"),
+        "trainers/sentence_pairs.py",
+        change="use_cpu=True",
+    ),
+    Program("ignite", ("pytorch-ignite",), "libraries/asking_libraries.py", ("ignite",)),
+    Program("monai", ("monai",), "libraries/asking_libraries.py", ("monai",)),
+    Program(
+        "composer",
+        ("mosaicml",),
+        "trainers/composer_classifier.py",
+        change='device="cpu"',
+        more=(
+            *("coolname", "importlib-metadata", "mosaicml-cli", "pillow", "psutil", "py-cpuinfo"),
+            *("requests", "tabulate", "torch-optimizer", "torchmetrics", "tqdm"),
+        ),
+        apart=("mosaicml", "torchvision<0.29"),
+    ),
+    Program(
+        "yolox",
+        ("yolox",),
+        "trainers/object_gathering.py",
+        ("YOLOX",),
+        "its yolox/utils/dist.py alone",
+        more=("loguru",),
+        file="yolox/utils/dist.py",
+    ),
+    Program(
+        "fast-reid",
+        ("fastreid",),
+        "trainers/object_gathering.py",
+        ("fast-reid",),
+        "its fastreid/utils/comm.py alone",
+        file="fastreid/utils/comm.py",
+    ),
+    Program("nequip", ("nequip",), "trainers/nequip_potential.py", ("simple",), "accelerator: cpu"),
+    Program(
+        "nequip-ddp", ("nequip",), "trainers/nequip_potential.py", ("ddp",), "accelerator: cpu"
+    ),
+    Program(
+        "anemoi",
+        ("anemoi-training", "anemoi-models"),
+        "trainers/anemoi_shards.py",
+        change='accelerator="cpu", scaled_dot_product_attention',
+    ),
+)
+
+
+def install(folder: Path) -> Path:
+    """Return where the packages are, installed there unless they are already."""
+    whole = [program for program in PROGRAMS if not program.file]
+    wanted = {package for program in PROGRAMS for package in program.more}
+    wanted.update(name for each in whole if not each.apart for name in each.packages)
+    constraints = ROOT / "constraints.txt"
+    kind = f"{PROGRAMS} {sys.prefix} {sys.version} {constraints.read_text(encoding='utf-8')}"
+    place = folder / f"trainers-{hashlib.sha256(kind.encode()).hexdigest()[:12]}"
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = place / "lib" / version / "site-packages"
+    if not (place / "whole").exists():
+        print(f"Installing {', '.join(sorted(wanted))} into {place} (minutes, once)", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
+        # What this environment has, its torch before all, pip then does not install again.
+        here = next(path for path in sys.path if path.endswith("site-packages"))
+        (packages / "beside.pth").write_text(f"{here}\n", encoding="utf-8")
+        pip = [place / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--quiet"]
+        subprocess.run([*pip, "install", "-c", constraints, *sorted(wanted)], check=True)
+        for program in PROGRAMS:
+            apart = place / "apart" / program.name
+            if program.apart:
+                alone = [*pip, "install", "--no-deps", "--target", apart]
+                subprocess.run([*alone, *program.apart], check=True)
+            elif program.file:
+                fetch([*pip, "download", "--no-deps", "--no-build-isolation"], program, apart)
+        (place / "whole").touch()
+    return packages
+
+
+def fetch(download: Sequence[str | Path], program: Program, apart: Path) -> None:
+    """Unpack a package, which need not run here, into a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([*download, "-d", folder, *program.packages], check=True)
+        [archive] = Path(folder).iterdir()
+        apart.mkdir(parents=True)
+        version = archive.name.split("-")[1].removesuffix(".tar.gz")
+        (apart / "version").write_text(version, encoding="utf-8")
+        shutil.unpack_archive(archive, apart, "zip" if archive.suffix == ".whl" else None)
+
+
+def paths(packages: Path, program: Program) -> list[Path]:
+    """Return where a program's packages are, those for it alone first."""
+    return [packages.parents[2] / "apart" / program.name, packages]
+
+
+def run(program: Program, packages: Path, launched: bool) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return what each rank says of each case: by mpirun where `launched`, else by torchrun."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [str(SCRIPTS / program.script), folder, *program.arguments]
+        if program.file:
+            apart = paths(packages, program)[0]
+            command.append(str(next(apart.glob(f"**/{program.file}"))))
+        if launched:
+            before = [str(BIN / "mpirun"), "-n", str(RANKS), sys.executable, "-m", "mpiddp"]
+        else:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            before = [sys.executable, "-m", "torch.distributed.run"]
+            before += ["--nproc-per-node", str(RANKS), "--master-port", str(port)]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, paths(packages, program))),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        done = subprocess.run(
+            [*before, *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+        )
+    said: dict[tuple[str, int], dict[str, Any]] = {}
+    for whole in done.stdout.splitlines():
+        line = whole
+        while line.startswith('{"'):  # the lines of two ranks may be one
+            one, end = json.JSONDecoder().raw_decode(line)
+            line = line[end:]
+            if "case" in one:
+                said[one["case"], one["rank"]] = one
+    # Worlds of Gloo fail at their end at times, after all was said.
+    if not said or (launched and done.returncode != 0):
+        sys.exit(f"{program.name} failed: {done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return said
+
+
+def compare(program: Program, packages: Path, rounds: int) -> list[dict[str, Any]]:
+    """Return a record of each case, or end if the losses differ."""
+    speeds: dict[tuple[str, bool], list[float]] = {}
+    said: dict[bool, dict[tuple[str, int], dict[str, Any]]] = {}
+    for number in range(rounds):
+        for launched in (True, False) if number % 2 else (False, True):
+            said[launched] = run(program, packages, launched)
+            for (case, rank), one in said[launched].items():
+                steps = [after - before for before, after in pairwise(one.get("times", ()))]
+                if rank == 0 and steps:
+                    speeds.setdefault((case, launched), []).append(1 / statistics.median(steps))
+        if sorted(said[True]) != sorted(said[False]):
+            sys.exit(f"{program.name}: {sorted(said[True])} here, {sorted(said[False])} on Gloo")
+        for place, one in said[True].items():
+            theirs = said[False][place]["losses"]
+            if not _same(one["losses"], theirs):
+                sys.exit(f"{program.name}, {place}: {one['losses']} here, {theirs} on Gloo")
+    return [
+        {
+            "case": case,
+            "program": program.name,
+            "packages": {name: _version(packages, program, name) for name in program.packages},
+            "change": program.change,
+            "wrapper": one["wrapper"],
+            "losses": [one["losses"][0], one["losses"][-1]],
+            "losses on Gloo": [said[False][case, 0]["losses"][index] for index in (0, -1)],
+            "steps": len(one["losses"]),
+            "steps a second": speeds.get((case, True), []),
+            "steps a second on Gloo": speeds.get((case, False), []),
+        }
+        for (case, rank), one in said[True].items()
+        if rank == 0
+    ]
+
+
+def _same(ours: list[float], theirs: list[float]) -> bool:
+    return len(ours) == len(theirs) and all(
+        abs(mine - other) <= TOLERANCE * max(1.0, abs(other))
+        for mine, other in zip(ours, theirs, strict=True)
+    )
+
+
+def _version(packages: Path, program: Program, name: str) -> str:
+    """Return the version of a package as it is installed, or unpacked."""
+    from importlib.metadata import distributions
+
+    if program.file:
+        return (paths(packages, program)[0] / "version").read_text("utf-8")
+
+    wanted = name.lower().replace("_", "-")
+    for found in distributions(path=[str(path) for path in paths(packages, program)]):
+        if found.name.lower().replace("_", "-") == wanted:
+            return found.version
+    return "unknown"
+
+
+def main() -> None:
+    """Install, run, compare, and write what came of it."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpiddp"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=cache, help="for what is installed")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("names", nargs="*", help="of the programs; none: all")
+    arguments = parser.parse_args()
+    packages = install(arguments.folder)
+    records = []
+    for program in PROGRAMS:
+        if arguments.names and program.name not in arguments.names:
+            continue
+        for record in compare(program, packages, arguments.rounds):
+            records.append(record)
+            print(f"{record['case']}: losses {record['losses']}, as on Gloo", flush=True)
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        written = {
+            "machine": describe_machine(linked_version()),
+            "ranks": RANKS,
+            "trainers": records,
+        }
+        arguments.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
