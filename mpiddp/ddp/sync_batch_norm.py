@@ -59,11 +59,11 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         """Return the normalised `input`. Collective in training mode."""
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
-        group = self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
+        group = self._group()
         if not self.training or group is None or dist.get_world_size(group) == 1:
             # BatchNorm's own: torch's SyncBatchNorm refuses CPU tensors here, too.
             return torch.nn.modules.batchnorm._BatchNorm.forward(self, input)
-        return self._normalise_together(input, group)
+        return self._normalise_together(input)
 
     @classmethod
     def convert_sync_batchnorm(
@@ -99,10 +99,16 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             converted.add_module(name, cls.convert_sync_batchnorm(child, process_group))
         return converted
 
+    def _group(self) -> dist.ProcessGroup | None:
+        return self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
+
     # Collectives are not part of a compiled graph: it is split around them. Not
     # torch.compiler.disable: importing mpiddp would import the compiler, which takes a second.
+    # The group is no argument: Dynamo of torch 2.12 cannot hand one over there.
     @disable_compilation
-    def _normalise_together(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def _normalise_together(self, input: Tensor) -> Tensor:
+        group = self._group()
+        assert group is not None
         count, mean, variance = _statistics_of_all(input.detach(), group)
         if count == 1:
             raise ValueError(_TOO_FEW)

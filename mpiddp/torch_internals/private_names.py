@@ -133,6 +133,7 @@ PRIVATE_NAMES = [
         "hooks of groups",
         since="2.14.1",
     ),
+    *_names(_C10D, "PrefixStore", "rendezvous/store", _HIDDEN),
     *_names(_C10D, "Store", "process_group/group rendezvous/store rendezvous/world", _HIDDEN),
     *_names(
         _C10D,

@@ -295,6 +295,7 @@ def test_gpu_script_says_that_there_is_no_gpu() -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(600)
 def test_a_start_asks_for_less_than_on_gloo(tmp_path: Path) -> None:
     """Processor time and calls, which do not depend on what else the machine does."""
     results = tmp_path / "results.json"
@@ -304,7 +305,7 @@ def test_a_start_asks_for_less_than_on_gloo(tmp_path: Path) -> None:
         env={**mpirun.ENVIRONMENT, **os.environ},
         capture_output=True,
         text=True,
-        timeout=140,
+        timeout=560,
         check=False,
     )
     assert done.returncode == 0, done.stderr

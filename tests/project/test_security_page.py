@@ -48,6 +48,7 @@ PLACES = {
         "mpiddp/rendezvous/meeting.py": "the port of [`elastic.admit`]",
         "mpiddp/rendezvous/store.py": "the store of `torch.distributed`",
         "mpiddp/rendezvous/store_client.py": "the store of `torch.distributed`",
+        "mpiddp/runner/agent_store.py": "the store of torchrun's agent",
         "mpiddp/runner/output.py": NO_PORT,
         "mpiddp/runner/torchrun.py": "`MASTER_ADDR` and `MASTER_PORT`",
         "mpiddp/system/listening.py": "a node listens at one address",
@@ -89,6 +90,7 @@ PLACES = {
         "mpiddp/rendezvous/joining.py": "ranks that come by `elastic.grow`",
         "mpiddp/runner/output.py": "the relay of `--tag-output`",
         "mpiddp/transports/gpu_trial.py": "the trial of GPU memory",
+        "mpiddp_command.py": "`mpiddp launch`",
     },
     "code": {
         "mpiddp/__init__.py": MODULES,
