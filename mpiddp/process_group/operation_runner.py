@@ -152,21 +152,11 @@ class OperationRunner(OperationErrors):
         self.source.description = description
 
     def shutdown(self) -> None:
-        """Free the group's communicator.
-
-        Collective. Harmless when called twice, and in a forked child.
-        """
+        """Free the group's communicator. Collective; harmless twice, and in a forked child."""
         if forks.forked():
             return
         self.closed = True
-        until = running_time.now() + _LAST
-        for work in self._under_way:  # the other ranks come here too
-            if not work.wait_for_end(max(until - running_time.now(), 0.0)):
-                self.abandon(work)
-        self._under_way.clear()
-        for pending in self._left:
-            if not pending.wait(_LAST):
-                self.abandon(pending)
+        self._end_under_way()
         if self._has_abandoned:  # MPI may use its communicators as well, until the end
             self.forget_communicators()
         self.state.release()
@@ -174,10 +164,23 @@ class OperationRunner(OperationErrors):
             self._communicator.Free()
 
     def forget_communicators(self) -> None:
-        """Make shutdown free nothing. Not collective, and for an exit that is not collective."""
+        """End what ends soon; then make shutdown free nothing, at an exit. Not collective."""
+        self._end_under_way()
         self._communicator = MPI.Intracomm()
         if self.state.blocks is not None:
             self.state.blocks.forget_communicator()
+
+    def _end_under_way(self) -> None:
+        """Wait a little for what other ranks have called as well; abandon the rest."""
+        until = running_time.now() + _LAST
+        for work in self._under_way:
+            if not work.wait_for_end(max(until - running_time.now(), 0.0)):
+                self.abandon(work)
+        self._under_way.clear()
+        for pending in self._left:
+            if not pending.wait(_LAST):
+                self.abandon(pending)
+        self._left.clear()
 
     # Several operations as one.
 
@@ -282,10 +285,7 @@ class OperationRunner(OperationErrors):
     def recorded(self, name: str) -> AbstractContextManager[None]:
         """Record what runs within as one collective. After the group's time limit the job ends.
 
-        Collective. For calls of MPI that wait for other ranks and have no limit of their own.
-
-        Args:
-            name: what it is, in words.
+        Collective. For calls of MPI that wait for other ranks and have no limit. `name`: in words.
         """
         with self._starting:
             return limited(self, self._enter(name))

@@ -473,6 +473,10 @@ def _stop_at_exit() -> None:
         return
     uncaught.check_end(at_last=True)
     uncaught.unwatch()  # threads that still run may meet what is stopped here
+    for reference in _world.groups:
+        group = reference()
+        if group is not None:
+            group.forget_communicators()
     for companion in _world.companions:
         companion.leave()
     _world.completion.stop()
@@ -482,10 +486,6 @@ def _stop_at_exit() -> None:
     _world.roll_call.stop()
     _world.heartbeat.close()
     _world.trigger.stop()
-    for reference in _world.groups:
-        group = reference()
-        if group is not None:
-            group.forget_communicators()
     left = [words for each in _world.companions if (words := str(each))]
     if dist.is_initialized():  # torch's own function counts as an end
         left.insert(0, "mpiddp.destroy_process_group() has not been called")

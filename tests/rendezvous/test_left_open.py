@@ -45,6 +45,20 @@ def test_a_world(tmp_path: Path) -> None:
         ) in done.stderr
 
 
+@pytest.mark.once
+def test_operations(tmp_path: Path) -> None:
+    """Those that all ranks have called end before MPI is finalised, which may fail of them."""
+    source = """
+        from mpiddp.process_group import call_pages
+        call_pages.make_call_table = lambda world: None  # as between nodes
+        mpiddp.init_process_group()
+        for count in (5, 5000) * 2:
+            torch.distributed.all_reduce(torch.ones(count), async_op=True)
+    """
+    for _ in range(3):
+        assert run(tmp_path, source, ranks=2).returncode == 0
+
+
 @pytest.mark.thorough
 @pytest.mark.once
 def test_as_an_error(tmp_path: Path) -> None:
