@@ -48,7 +48,8 @@ cdef class SingleAllReduce:
         self.job.done = 1
 
     def __del__(self):
-        if not job_is_done(&self.job):
+        # None: the interpreter collects its last objects.
+        if not job_is_done(&self.job) and _abandoned is not None:
             _abandoned.append(self)
 
     def submit(self, size_t stream=0):

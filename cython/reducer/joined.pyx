@@ -30,6 +30,8 @@ def begin(ReducerState reducer not None, double divisor):
         RuntimeError: the transport has failed, or sparse gradients could not be reduced.
     """
     cdef Bucket bucket
+    if not reducer.reductions:
+        reducer._before_first_reduction()
     # This rank's last forward may have had no backward.
     reducer.expecting = False
     reducer._reset_counting()

@@ -57,8 +57,8 @@ _queue_callback = Variable._execution_engine.queue_callback
 _current_autograd_node = torch._C._current_autograd_node
 _is_grad_enabled = torch.is_grad_enabled
 
-# Buckets of reducers that went away while MPI could still write to them.
-_abandoned = []
+# Buckets of reducers that went away while MPI could still write to them; as in requests.pyx.
+cdef list _abandoned = []
 
 
 cdef class ParameterHook:
@@ -279,6 +279,8 @@ cdef class Reducer(ReducerState):
             if self.ready == 0:
                 if self.gradient_as_bucket_view:
                     self.move_strangers_out()
+                if not self.reductions:
+                    self._before_first_reduction()
                 for index in self.never_used:
                     parameter = self.parameters[index]
                     self.mark_ready(index, parameter, parameter.grad, False)
@@ -383,6 +385,9 @@ cdef class Reducer(ReducerState):
 
     def note_error(self, error):
         """Take note of an error that a hook is about to raise. Not collective."""
+
+    def _before_first_reduction(self):
+        """Begin what `agreement` ends. Collective."""
 
     # What torch's wrapper calls.
 

@@ -66,6 +66,7 @@ cdef class ReducerState:
     cdef public bint out_of_step    # the ranks have counted different numbers of them
     cdef readonly Py_ssize_t waiting_for     # the bucket that this rank waits for, -1: none
     cdef readonly Py_ssize_t reductions
+    cdef public object agreement    # what the ranks compare in their first reduction, or None
     cdef readonly list unused               # parameters without a gradient in the last backward
     # Of the last iteration, for the logger, in seconds on the monotonic clock.
     cdef readonly double forward_began

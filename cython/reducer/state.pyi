@@ -20,6 +20,7 @@ class ReducerState:
     has_rebuilt_buckets: bool
     static_graph: bool
     reductions: int
+    agreement: Any
     next_bucket: int
     shadowing: bool
     passes: Any

@@ -169,6 +169,10 @@ cdef class ReducerState:
         self.waiting_for = bucket.index
         try:
             limit = self.process_group.timeout.total_seconds()  # it may have been set since
+            if self.agreement is not None:
+                agreement, self.agreement = self.agreement, None
+                if not agreement.wait(limit):
+                    raise_timed_out(self, bucket, explain_missing(self, bucket))
             if bucket.channel.wait(&bucket.job, limit) == WAIT_TIMED_OUT:
                 raise_timed_out(self, bucket, explain_missing(self, bucket))
         except BaseException:

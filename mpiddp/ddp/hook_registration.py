@@ -12,7 +12,6 @@ from mpiddp.ddp import optimizer_in_backward
 from mpiddp.ddp.logger import Logger, logs_errors
 from mpiddp.ddp.mixed_precision import hook_caller
 from mpiddp.ddp.python_hook import hook_name
-from mpiddp.reducer import model_check
 from mpiddp.torch_internals.compiler import skip_compilation
 from mpiddp.torch_internals.versions import TorchWrapper
 
@@ -69,20 +68,23 @@ class HookRegistration(TorchWrapper):
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
         group = self.process_group
-        if comm_hooks.runs_in_python(hook, state, group):
-            travel = f"as {hook_name(hook)} does it"
-        else:
+        if not comm_hooks.runs_in_python(hook, state, group):
             # A process group cannot be copied or pickled; None is the world.
             state = None if group is dist.group.WORLD else group
-            dtype = comm_hooks.wire_dtype(hook)
-            travel = "as they are" if dtype is None else f"as {dtype}"
-        model_check.verify_equal_models(
-            group, {"how gradients travel": travel}, "register different communication hooks"
-        )
+        self.reducer.agree_on_hook(self._travel_of(hook, state))
         self._install_hook(hook, state)
         self._comm_hooks.append((hook, state))
 
+    def _travel_of(self, hook: Callable[..., Any], state: object) -> str:
+        """Return how gradients travel with a hook, in words. Not collective."""
+        if comm_hooks.runs_in_python(hook, state, self.process_group):
+            return f"as {hook_name(hook)} does it"
+        dtype = comm_hooks.wire_dtype(hook)
+        return "as they are" if dtype is None else f"as {dtype}"
+
     def _install_hook(self, hook: Callable[..., Any], state: object) -> None:
+        if self.reducer.travel is not None:
+            self.reducer.travel = self._travel_of(hook, state)
         if comm_hooks.runs_in_python(hook, state, self.process_group):
             # From the next time on that buckets are built, which is after the first backward.
             self.reducer.assign_buckets.size_limits = list(

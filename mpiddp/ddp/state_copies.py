@@ -17,6 +17,7 @@ class StateCopies(TorchWrapper):
     """A wrapper that copies state in memory that ranks share where it can, else by messages."""
 
     process_group: Any
+    reducer: Any
     _init_sync_buffers: bool
     _transport: str
 
@@ -27,6 +28,8 @@ class StateCopies(TorchWrapper):
         authoritative_rank: int = 0,
     ) -> None:
         """Copy buffers from a rank to all. Collective. Overrides torch's method of this name."""
+        if bufs is None:  # in a forward
+            self.reducer.begin_agreement()
         tensors = self.modules_buffers if bufs is None else bufs
         if not tensors or self.process_group.size() == 1:
             return

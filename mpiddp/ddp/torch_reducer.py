@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from mpiddp.ddp.hook_agreement import HookAgreement
 from mpiddp.ddp.same_bits import check_of
 from mpiddp.ddp.second_backward import SecondBackward
 from mpiddp.ddp.watched_gradients import unwatched
@@ -67,6 +68,8 @@ class TorchReducer(Reducer):
     # The node of the backward in which the last forward has run; None: outside of any.
     _forward_in: torch.autograd.graph.Node | None = None
     _second_backward: SecondBackward | None = None
+    # How gradients travel, in words; None: the ranks have been asked, or cannot differ.
+    travel: str | None = "without a hook"
     # Whether any reducer of this process has averaged gradients.
     has_averaged = False
     # Called when all means are there.
@@ -108,6 +111,30 @@ class TorchReducer(Reducer):
                 "a communication hook cannot be registered during a backward pass, nor after "
                 "one that did not end"
             )
+
+    def begin_agreement(self) -> None:
+        """Begin to compare how gradients travel, unless that was done. Collective.
+
+        `wait_for` of the first bucket looks at it, see Note [A hook on some ranks].
+        """
+        # A bucket that can be waited for is the one that counts forward passes.
+        if self.travel is None or self.process_group.size() == 1 or self.counting < 0:
+            return
+        self.agreement = HookAgreement(self, self.travel)
+        self.travel = None
+
+    _before_first_reduction = begin_agreement
+
+    def agree_on_hook(self, travel: str) -> None:
+        """Raise on all ranks unless they register a hook of the same effect. Collective.
+
+        Raises:
+            RuntimeError: they do not, or not all ranks came within the group's timeout.
+        """
+        group = self.process_group
+        seconds = group.timeout.total_seconds()
+        if group.size() > 1 and not HookAgreement(self, travel).wait(seconds):
+            raise group.timed_out("register_comm_hook", seconds, 0)
 
     # What the process group calls, see wrapped_modules.py.
 

@@ -68,6 +68,7 @@ class OptimizerReducer(TorchReducer):
     """
 
     in_flight = False
+    travel = None
 
     def __init__(
         self,

@@ -221,4 +221,4 @@ def test_another_hook_on_another_rank():
     with together(), pytest.raises(RuntimeError, match="different communication hooks") as got:
         wrapped.register_comm_hook(None, all_reduce if RANK else debugging_hooks.noop_hook)
     with together():
-        assert "gradients travel is as all_reduce does it but as noop_hook" in str(got.value)
+        assert "gradients travel as all_reduce does it, but as noop_hook" in str(got.value)

@@ -53,6 +53,10 @@ def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+def in_python(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    return default_hooks.allreduce_hook(None, bucket)
+
+
 def given(parameters: Mapping[str, Tensor], step: int, rank: int) -> dict[str, Tensor]:
     """Return gradients that every rank can draw for any rank.
 
@@ -538,9 +542,29 @@ class TestRegistration:
             wrapped.register_comm_hook(None, others if last == RANK else fp16)
         with together():
             assert (
-                f"on rank {last} how gradients travel is {effect} but as torch.float16 on rank 0"
+                f"on rank {last} gradients travel {effect}, but as torch.float16 on rank 0"
             ) in str(caught.value)
             assert "register different communication hooks" in str(caught.value)
+
+    @several
+    @pytest.mark.parametrize("without", [0, SIZE - 1], ids=["not first", "not last"])
+    @pytest.mark.parametrize(
+        "chosen", [fp16, default_hooks.allreduce_hook, in_python], ids=lambda hook: hook.__name__
+    )
+    @pytest.mark.parametrize("buffers", [False, True], ids=["no buffers", "buffers"])
+    def test_a_rank_without_the_hook(self, buffers, chosen, without):
+        layers = [nn.BatchNorm1d(3)] if buffers else []
+        wrapped = DDP(nn.Sequential(*layers, nn.Linear(3, 2)))
+
+        def train() -> None:
+            if without != RANK:
+                wrapped.register_comm_hook(None, chosen)
+            wrapped(torch.ones(2, 3)).sum().backward()
+
+        with together(), pytest.raises(RuntimeError, match="different communication hooks") as told:
+            train()
+        with together():
+            assert "without a hook" in str(told.value)
 
     @several
     def test_hooks_of_the_same_effect_on_different_ranks(self):
