@@ -26,6 +26,7 @@ if not _hand_over(__path__[0]):  # else the installed package is in the place of
     from torch.distributed import Backend as _Backend
 
     from mpiddp import compression
+    from mpiddp import settings as _settings
     from mpiddp.ddp import logger
     from mpiddp.ddp.sync_batch_norm import SyncBatchNorm
     from mpiddp.ddp.wrapper import DistributedDataParallel
@@ -53,6 +54,8 @@ if not _hand_over(__path__[0]):  # else the installed package is in the place of
     _losses.avoid_shared_memory_of_mpi()
     _libfabric.leave_out_sockets()
     logger.install()
+    if _settings.SHARED_PARAMETERS.read_before_init():
+        _importlib.import_module("mpiddp.optim.adopted").install()
 
     if _TYPE_CHECKING:
         from mpiddp.checkpoint import saving as _saving  # noqa: F401

@@ -24,6 +24,7 @@ __all__ = [
     "PREEMPTION_SIGNALS",
     "PROGRESS_THREAD",
     "SETTINGS",
+    "SHARED_PARAMETERS",
     "STALL_SECONDS",
     "START_SECONDS",
     "TRANSPORT",
@@ -213,12 +214,21 @@ DEBUG = Setting(
     "a number of steps, or 0",
     "0",
     "After how many backward passes all ranks compare the bits of their parameters, again and "
-    "again: 1 is after each, 0 never. It costs reading all parameters. Any number but 0 also makes "
-    "parameters that the ranks of a node share read-only outside of a step and of `writing()`: a "
-    "rank that changes them elsewhere ends, and prints the line.",
+    "again: 1 is after each, 0 never. It costs reading all parameters.",
     True,
     _count,
     0,
+)
+SHARED_PARAMETERS = Setting(
+    "MPIDDP_SHARED_PARAMETERS",
+    "0 or 1",
+    "0",
+    "Whether the ranks of a node share the parameters of each wrapped module, and every optimizer "
+    "of torch steps them once for all of them, as `DistributedDataParallel(..., "
+    "shared_parameters=True)` does. What cannot be shared is told, and trained as without it.",
+    True,
+    _flag,
+    False,
 )
 DUMP_SIGNAL: Setting[int] = Setting(
     "MPIDDP_DUMP_SIGNAL",
@@ -309,6 +319,7 @@ SETTINGS: tuple[Setting[Any], ...] = (
     PROGRESS_THREAD,
     KERNELS,
     DEBUG,
+    SHARED_PARAMETERS,
     DUMP_SIGNAL,
     PREEMPTION_SIGNALS,
     STALL_SECONDS,

@@ -63,8 +63,8 @@ cdef enum:
     TAKEN_BACK = 1
     DROPPED = 2
 
-# Operations that nobody waits for any more: MPI or the engine may still use their memory. Not in the
-# module's dictionary, whose values are None when the interpreter collects its last objects.
+# Operations that nobody waits for any more: MPI or the engine may still use their memory. Not in
+# the module's dictionary, whose values are None when the interpreter collects its last objects.
 cdef list _abandoned = []
 # Those that the engine does not test any more, so that its thread may sleep.
 _dropped = []

@@ -383,12 +383,6 @@ cdef class Reducer(ReducerState):
             self.out_of_step = False
             forward_passes.report(self)
 
-    def note_error(self, error):
-        """Take note of an error that a hook is about to raise. Not collective."""
-
-    def _before_first_reduction(self):
-        """Begin what `agreement` ends. Collective."""
-
     # What torch's wrapper calls.
 
     def prepare_for_forward(self):

@@ -193,6 +193,12 @@ cdef class ReducerState:
                     self.unused_everywhere.add(index)
         return 0
 
+    def note_error(self, error):
+        """Take note of an error that a hook is about to raise. Not collective."""
+
+    def _before_first_reduction(self):
+        """Begin what `agreement` ends. Collective."""
+
     cdef int contribute_old(self, Py_ssize_t index, object parameter, object gradient) except -1:
         """Contribute what earlier backwards left, or zeros; flag whether that is a gradient."""
         cdef ParameterState *state = &self.states[index]

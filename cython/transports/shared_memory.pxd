@@ -7,6 +7,7 @@ cdef struct Segment:
     unsigned long long inode
     int given_out               # the user has tensors there, see Note [Memory in forked children]
     int private                 # this process was forked: nobody shares it any more
+    int own_writes              # what this process writes there stays its own
     Segment *previous
     Segment *next
 
@@ -19,3 +20,4 @@ cdef class Mapping:
     cdef void _enlist(self) noexcept nogil
     cdef void _strike_off(self) noexcept nogil
     cdef int _map_again(self, int kind) except -1
+    cdef object _own_pages(self)

@@ -35,8 +35,10 @@ Note [One piece for all]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 Parameters that a node's ranks share lie in one piece (`allocate_common`), because a parameter may
 belong to several ranks. Each rank takes the pages of its own ranges, and keeps a descriptor: to map
-the piece as private for a while (`make_private`), where writes stay this process's own until one
-rank puts them into the file (`keep_writes`) and all map the file again (`share_again`).
+the piece as private (`make_private`). Then what this process writes there stays its own, page by
+page, and in all other pages it sees what is written through `another` mapping of the file. Linux
+tells which pages are a process's own. One rank may put its own into the file (`keep_writes`); who
+maps the file again has none any more.
 """
 
 import os
@@ -56,7 +58,6 @@ cdef extern from "<sys/mman.h>" nogil:
     void *mmap(void *, size_t, int, int, int, long long)
     int munmap(void *, size_t)
     int madvise(void *, size_t, int)
-    int mprotect(void *, size_t, int)
     const int PROT_NONE
     const int PROT_READ
     const int PROT_WRITE
@@ -91,6 +92,11 @@ cdef extern from *:
 cdef enum:
     PAGE = 4096                     # or a multiple of it
     LARGE_PAGES_FROM = 1 << 21
+    PAGES_AT_ONCE = 1 << 16         # of those that the kernel is asked about
+
+# Of an entry of /proc/self/pagemap: in memory or swapped out; of the file.
+cdef unsigned long long PRESENT = 3ULL << 62
+cdef unsigned long long OF_FILE = 1ULL << 61
 
 # All mappings of this process, and the lock of that list, which a fork holds too.
 cdef Segment *segments = NULL
@@ -124,7 +130,9 @@ cdef void after_fork_in_child() noexcept nogil:
         kept = False
         access = PROT_NONE
         if is_open(segment):
-            if segment.given_out:
+            if segment.own_writes:
+                kept = True         # the child's from now on, with what the parent has written
+            elif segment.given_out:
                 kept = mmap(
                     segment.address, segment.size, PROT_READ | PROT_WRITE,
                     MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, segment.descriptor, 0,
@@ -213,16 +221,6 @@ cdef class Mapping:
             self.segment.next.previous = self.segment.previous
         pthread_mutex_unlock(&segments_lock)
 
-    def allow_writes(self, bint allowed):
-        """Let this process write there, or end it when it tries. Not collective.
-
-        Raises:
-            OSError: the kernel refuses.
-        """
-        cdef int access = PROT_READ | PROT_WRITE if allowed else PROT_READ
-        if mprotect(self.address, self.size, access) != 0:
-            raise OSError(errno, f"mprotect of {self.size} bytes: {os.strerror(errno)}")
-
     def make_private(self):
         """Let what this process writes from now on be its own, see Note [One piece for all].
 
@@ -232,6 +230,7 @@ cdef class Mapping:
             OSError: the kernel refuses.
         """
         self._map_again(MAP_PRIVATE | MAP_NORESERVE)
+        self.segment.own_writes = True
 
     def share_again(self):
         """Show the file again, as all ranks see it. Not collective.
@@ -240,25 +239,94 @@ cdef class Mapping:
             OSError: the kernel refuses.
         """
         self._map_again(MAP_SHARED)
+        self.segment.own_writes = False
 
-    def keep_writes(self):
-        """Put what this process has written since `make_private` into the file. Not collective.
+    def another(self):
+        """Return another mapping of the same file, which is shared. Not collective.
 
         Raises:
             OSError: the kernel refuses to map the file.
         """
-        cdef size_t start = 0, size
-        cdef char *file = <char *>mmap(
-            NULL, self.size, PROT_READ | PROT_WRITE, MAP_SHARED, self.segment.descriptor, 0)
-        if file == MAP_FAILED:
-            raise OSError(errno, f"mmap of {self.size} bytes: {os.strerror(errno)}")
-        with nogil:
-            while start < <size_t>self.size:
-                size = min(<size_t>PAGE, <size_t>self.size - start)
-                if memcmp(file + start, self.address + start, size):
-                    memcpy(file + start, self.address + start, size)
-                start += size
-        munmap(file, self.size)
+        return Mapping(self.segment.descriptor, self.size)
+
+    def changes(self, Mapping file not None):
+        """Return where this process sees something else than what is in the file.
+
+        Not collective.
+
+        Args:
+            file: another mapping of the file, which is shared.
+
+        Returns:
+            A number that stands for what is different and where, 0 for nothing; and first and last
+            byte (exclusive) of each page that is.
+        """
+        cdef unsigned long long digest = 14695981039346656037ULL    # as FNV-1a begins
+        cdef size_t start, size, at
+        cdef unsigned long long word
+        pages = []
+        for start in self._own_pages():
+            size = min(<size_t>PAGE, <size_t>self.size - start)
+            if not memcmp(file.address + start, self.address + start, size):
+                continue
+            pages.append((start, start + size))
+            digest = (digest ^ start) * 1099511628211ULL
+            for at in range(0, size, 8):
+                word = 0
+                memcpy(&word, self.address + start + at, min(<size_t>8, size - at))
+                digest = (digest ^ word) * 1099511628211ULL
+                digest ^= digest >> 29
+        return (digest if pages else 0), pages
+
+    def keep_writes(self, Mapping file not None):
+        """Put what this process has written since `make_private` into the file. Not collective.
+
+        Args:
+            file: another mapping of the file, which is shared.
+        """
+        cdef size_t start, size
+        for start in self._own_pages():
+            size = min(<size_t>PAGE, <size_t>self.size - start)
+            if memcmp(file.address + start, self.address + start, size):
+                memcpy(file.address + start, self.address + start, size)
+
+    def has_own_pages(self):
+        """Return whether this process has written there since `make_private`. Not collective.
+
+        True, too, where the kernel does not tell.
+        """
+        return bool(self._own_pages())
+
+    cdef object _own_pages(self):
+        """Return the first byte of each page that is this process's own, of all if unknown."""
+        cdef size_t first = <size_t>self.address // PAGE
+        cdef size_t count = (<size_t>self.size + PAGE - 1) // PAGE
+        cdef size_t done = 0, at, found
+        cdef const unsigned long long[::1] entries
+        cdef unsigned long long entry
+        own = []
+        try:
+            if os.sysconf("SC_PAGE_SIZE") != PAGE:
+                raise OSError("its entries are of other pages")
+            descriptor = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                while done < count:
+                    found = min(<size_t>PAGES_AT_ONCE, count - done)
+                    some = os.pread(descriptor, 8 * found, 8 * (first + done))
+                    if len(some) < 8:
+                        raise OSError("it ends too early")
+                    found = len(some) // 8
+                    entries = memoryview(some)[:8 * found].cast("Q")
+                    for at in range(found):
+                        entry = entries[at]
+                        if entry & PRESENT and not entry & OF_FILE:
+                            own.append((done + at) * PAGE)
+                    done += found
+            finally:
+                os.close(descriptor)
+        except OSError:
+            return range(0, self.size, PAGE)
+        return own
 
     cdef int _map_again(self, int kind) except -1:
         if mmap(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from mpiddp import settings
 from mpiddp.gpu.runtime import runtime_of
 from mpiddp.mpi import losses
 from mpiddp.reducer import model_check
@@ -123,6 +125,38 @@ def _is_on_cpu(module: torch.nn.Module) -> bool:
 def has_streams(module: torch.nn.Module) -> bool:
     """Whether some parameter is on a GPU. Not collective."""
     return any(runtime_of(parameter.device) for parameter in module.parameters())
+
+
+def wants_sharing(module: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Return whether the ranks of a node are to share the module's parameters.
+
+    Not collective. What only the variable asks for, and what cannot be, is told by rank 0.
+
+    Raises:
+        ValueError: the argument asks for what cannot be.
+    """
+    asked = arguments["shared_parameters"]
+    if asked is None:
+        if not settings.SHARED_PARAMETERS.read():
+            return False
+        try:
+            check_shared_parameters(module, {**arguments, "shared_parameters": True})
+        except ValueError as error:
+            warn_of_replicas(type(module).__name__, error)
+            return False
+        return True
+    check_shared_parameters(module, arguments)
+    return bool(asked)
+
+
+def warn_of_replicas(name: str, reason: object) -> None:
+    """Tell on rank 0 that parameters are not shared though the variable says so. Not collective."""
+    if dist.is_initialized() and dist.get_rank() == 0:
+        warnings.warn(
+            f"each rank keeps parameters of {name} of its own, in spite of "
+            f"MPIDDP_SHARED_PARAMETERS: {reason}",
+            stacklevel=4,
+        )
 
 
 def check_shared_parameters(module: torch.nn.Module, arguments: Mapping[str, Any]) -> None:

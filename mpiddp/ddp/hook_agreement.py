@@ -20,7 +20,7 @@ from mpiddp.mpi import datatypes
 from mpiddp.reducer.errors import ranks_of
 
 if TYPE_CHECKING:
-    from mpiddp.ddp.torch_reducer import TorchReducer
+    from mpiddp.reducer.state import ReducerState
 
 __all__ = ["HookAgreement"]
 
@@ -36,7 +36,7 @@ class HookAgreement:
         travel: how gradients travel, in words.
     """
 
-    def __init__(self, reducer: TorchReducer, travel: str) -> None:
+    def __init__(self, reducer: ReducerState, travel: str) -> None:
         self._group = group = reducer.process_group
         communicator = reducer.channel.communicator
         own = torch.zeros(_BYTES, dtype=torch.uint8)

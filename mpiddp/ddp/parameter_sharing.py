@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpiddp.ddp import shared_loading
+from mpiddp.ddp.arguments import warn_of_replicas
 from mpiddp.ddp.shared_parameters import SharedParameters
+from mpiddp.mpi import nodes
 from mpiddp.torch_internals.compiler import skip_compilation
 from mpiddp.torch_internals.versions import TorchWrapper
 
@@ -27,16 +28,33 @@ class ParameterSharing(TorchWrapper):
     reducer: TorchReducer  # type: ignore[assignment]  # answers to the same calls as torch's
     _shared_parameters: SharedParameters | None = None
 
-    def _share_parameters(self) -> None:
-        """Move the parameters into shared memory. Collective."""
+    def _share_parameters(self, by_variable: bool) -> None:
+        """Move the parameters into shared memory. Collective.
+
+        Args:
+            by_variable: nobody depends on it: where it cannot be, or nothing would be shared, each
+                rank keeps its own.
+        """
+        name = type(self.module).__name__
+        if by_variable and self._most_ranks_of_a_node() == 1:
+            if self.process_group.size() > 1:
+                warn_of_replicas(name, "each node has one rank")
+            return
         named = {
             name: parameter
             for name, parameter in self.module.named_parameters()
             if name not in self.parameters_to_ignore
         }
-        shared = SharedParameters(named, self.reducer, self.process_group)
+        try:
+            shared = SharedParameters(named, self.reducer, self.process_group)
+        except OSError as error:  # the same on all ranks
+            if not by_variable:
+                raise
+            warn_of_replicas(name, error)
+            return
         self._shared_parameters = shared
         wrapper = weakref.ref(self)
+        shared.wrapper = wrapper
 
         def is_uneven() -> bool:
             found = wrapper()
@@ -45,14 +63,20 @@ class ParameterSharing(TorchWrapper):
         shared.is_uneven = is_uneven
         _install_hooks(self.module, shared)
 
+    def _most_ranks_of_a_node(self) -> int:
+        node = nodes.ranks_of_node(self.process_group.communicator)
+        ranks = node.Get_size()
+        node.Free()
+        return max(self.process_group.allgather_objects(ranks))
+
     def writing(self) -> AbstractContextManager[None]:
         """Return a context in which parameters may be changed in place.
 
-        Collective: all ranks enter it together, do the same, and leave it together. Where
-        parameters are shared, each rank changes a copy of its own, and what the first rank of
-        each node has made of it holds for the node from then on. An exception leaves the
-        parameters as they were, and ends training on all ranks. Without `shared_parameters` it does
-        nothing.
+        Collective: all ranks enter it together, do the same, and leave it together. Parameters
+        may be changed anywhere; where they are shared, what all ranks have changed is the node's
+        from the next step on, and from the end of this context on if it is changed here. What the
+        first rank of each node has made of it holds. An exception leaves the parameters as they
+        were, and ends training on all ranks. Without `shared_parameters` it does nothing.
 
         Raises:
             RuntimeError: another rank raised in it, or did not come; or parameters are shared, and
@@ -60,7 +84,7 @@ class ParameterSharing(TorchWrapper):
         """
         shared = self._shared_parameters
         if shared is not None:
-            shared_loading.refuse_in_join(shared)
+            shared.refuse_in_join()
         return nullcontext() if shared is None else shared.writing()
 
     def named_parameters(
@@ -78,7 +102,6 @@ class ParameterSharing(TorchWrapper):
         """See that parameters may be read. Overrides torch's method of this name."""
         if self._shared_parameters is not None:
             self._shared_parameters.check()
-            self._shared_parameters.check_unwritten()
         return super()._pre_forward(*inputs, **kwargs)
 
     def _post_forward(self, output: Any) -> Any:
@@ -94,14 +117,10 @@ class _ModuleHook:
 
     Args:
         shared: the parameters of the module; None in a copy.
-        react: called with them.
     """
 
-    def __init__(
-        self, shared: SharedParameters | None, react: Callable[[SharedParameters], None]
-    ) -> None:
+    def __init__(self, shared: SharedParameters | None) -> None:
         self._shared = None if shared is None else weakref.ref(shared)
-        self._react = react
 
     def __call__(self, *arguments: Any) -> None:
         # Compiled code is called by the wrapper's forward, which has looked.
@@ -109,16 +128,14 @@ class _ModuleHook:
             return
         shared = self._shared()
         if shared is not None:
-            self._react(shared)
+            shared.check()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _ModuleHook, (None, SharedParameters.check)
+        return _ModuleHook, (None,)
 
 
 def _install_hooks(module: torch.nn.Module, shared: SharedParameters) -> None:
     """Let a module, or a part of it, that is used without its wrapper look, too."""
-    shared_loading.install()
-    module.register_forward_pre_hook(_ModuleHook(shared, SharedParameters.check_unwritten))
+    module.register_forward_pre_hook(_ModuleHook(shared))
     for part in module.modules():
-        part.register_state_dict_pre_hook(_ModuleHook(shared, SharedParameters.check))
-        part._register_load_state_dict_pre_hook(_ModuleHook(shared, shared_loading.begin))
+        part.register_state_dict_pre_hook(_ModuleHook(shared))

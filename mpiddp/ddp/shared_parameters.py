@@ -13,11 +13,21 @@ Both are rounds of one NodeMeeting. A rank that fails while it writes, or leaves
 exception, as of a signal handler, marks the meeting: it could not be told any more which round it
 is in. From then on every rank raises where it would have read, see shared_reads.py: parameters of
 which only some parts are stepped are never used, nor saved.
+
+Note [Changes of the program]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Programs change parameters themselves: they swap averages in and out, clamp, load. Each rank does
+so, as with a replica of its own. So the program's tensors lie in a mapping in which what a process
+writes stays its own, page by page, and only the optimizer writes to the file below it, through
+another mapping. What a rank has changed it reads from then on, and nobody else does, as in plain
+DistributedDataParallel: no line of the program has to be another. When the ranks meet for the next
+step they compare what they have changed. The same on all ranks goes into the file, and costs memory
+no more; changes that differ, with which replicas would be different models from then on, are
+refused. A tensor that the program has put in place of a parameter's, through `.data`, is copied.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,8 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpiddp import settings
-from mpiddp.ddp import shared_data, shared_reads
+from mpiddp.ddp import shared_reads
 from mpiddp.ddp.node_parts import BucketLayout, lay_out
 from mpiddp.ddp.partial_means import PartialMeans
 from mpiddp.engine import forks
@@ -48,6 +57,9 @@ if TYPE_CHECKING:
 AREA_BYTES = 1 << 16
 # Parameters that are not trained, which no rank steps, lie closer.
 ALIGNMENT = 64
+
+# Names in an error.
+_SHOWN = 5
 
 # Why a rank has failed.
 WROTE, WAITED, INTERRUPTED = 1, 2, 3
@@ -74,6 +86,9 @@ class SharedParameters(PartialMeans):
         OSError: some rank has too little memory, or cannot share it; raised on all ranks.
     """
 
+    # Returns the module's wrapper, or None.
+    wrapper: Callable[[], Any]
+
     def __init__(
         self, named: dict[str, torch.nn.Parameter], reducer: TorchReducer, group: ProcessGroup
     ) -> None:
@@ -82,9 +97,6 @@ class SharedParameters(PartialMeans):
         self.parameters: list[torch.Tensor] = list(reducer.parameters)
         self.group = group
         self._timeout = group.timeout.total_seconds()
-        self._debug = settings.DEBUG.read() > 0
-        if self._debug and not faulthandler.is_enabled():
-            faulthandler.enable()  # says in which line a page was written that must not be
         self._writing = False
         self._whole_at = [0] * len(self.parameters)
         self._versions_then = []
@@ -102,6 +114,9 @@ class SharedParameters(PartialMeans):
         # Of each rank, why it has failed.
         self._reasons = memoryview(self.allocate(8 * self.ranks, ())).cast("B").cast("q")
         self._place(named)
+        _all.add(self)
+        _generation[0] += 1
+        self.number = _generation[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nothing, ()  # copies of the module have parameters of their own
@@ -173,33 +188,37 @@ class SharedParameters(PartialMeans):
                 if self.rank == 0:
                     ranges.append((size, size + parameter.nbytes))
                 size += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+        # See Note [Changes of the program].
         self._mapping = self.allocate(size, ranges)
-        everything = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self._file = self._mapping.another()
+        everything, shown = (
+            torch.frombuffer(mapping, dtype=torch.uint8) for mapping in (self._file, self._mapping)
+        )
+        # What is stepped.
         self.flat = [
             everything[start : start + layout.elements * layout.dtype.itemsize].view(layout.dtype)
             for start, layout in zip(starts, self.layouts, strict=True)
         ]
-        places: list[tuple[torch.Tensor, torch.Tensor, int]] = [
-            (self.parameters[index], flat, start)
-            for flat, layout in zip(self.flat, self.layouts, strict=True)
-            for index, start in layout.starts.items()
+        places = [
+            (self.parameters[index], start + first * layout.dtype.itemsize)
+            for start, layout in zip(starts, self.layouts, strict=True)
+            for index, first in layout.starts.items()
         ]
-        for other, start in others.values():
-            part = everything[start : start + other.nbytes].view(other.dtype)
-            places.append((other, part, 0))
+        places += others.values()
+        self._names = {id(parameter): name for name, parameter in named.items()}
+        self._shared = [parameter for parameter, _ in places]
+        self._starts = [start for _, start in places]
         with torch.no_grad():
             if self.rank == 0:
-                for tensor, flat, start in places:
-                    view_like(flat, start, tensor).copy_(tensor)
+                for tensor, start in places:
+                    _at(everything, start, tensor).copy_(tensor)
             self._meet("construction")
-            for tensor, flat, start in places:
-                tensor.data = _on_its_own(view_like(flat, start, tensor))
-        self._names = {id(parameter): name for name, parameter in named.items()}
-        self._shared = [parameter for parameter, _, _ in places]
-        self._addresses = [parameter.data_ptr() for parameter in self._shared]
-        self._note_versions()
-        shared_data.show_changes(self, self._shared)
-        self._protect()
+            self._mapping.make_private()
+            self._shown_places = [
+                _on_its_own(_at(shown, start, tensor)) for tensor, start in places
+            ]
+            for tensor, place in zip(self._shared, self._shown_places, strict=True):
+                tensor.data = place
 
     # Turns, see Note [Whose turn it is].
 
@@ -216,34 +235,52 @@ class SharedParameters(PartialMeans):
             f"changed, so they are not used any more: start again from the last checkpoint"
         )
 
-    def check_unwritten(self) -> None:
-        """Raise RuntimeError if a parameter was changed where that is forbidden. Not collective."""
-        self.check()
-        versions = [parameter._version for parameter in self._shared]
-        if versions == self._versions or self._writing or forks.forked():
-            return
-        number = next(n for n, version in enumerate(versions) if version != self._versions[n])
-        name = self._names[id(self._shared[number])]
-        raise RuntimeError(
-            f"rank {self.group.me}: parameter {name} was changed in place, and the ranks of "
-            f"this node share it, so each of them has changed it. Step it with "
-            f"mpiddp.optim.NodeOptimizer, and do other changes in `with model.writing():`"
-        )
+    def own_changes(self) -> str:
+        """Return what the program has changed on this rank since the last step, in words.
 
-    def check_places(self) -> None:
-        """Raise RuntimeError if a parameter lies somewhere else by now. Not collective."""
-        for parameter, address in zip(self._shared, self._addresses, strict=True):
-            if parameter.data_ptr() != address:
+        Not collective. See Note [Changes of the program]. Equal words stand for equal changes.
+
+        Raises:
+            RuntimeError: a parameter was converted, or moved to a device.
+        """
+        self._put_in_place()
+        if not self._mapping.has_own_pages():
+            return ""
+        digest, pages = self._mapping.changes(self._file)
+        if not digest:
+            self._mapping.make_private()  # as it was before: nothing needs to be its own
+            return ""
+        names = [
+            self._names[id(parameter)]
+            for parameter, start in zip(self._shared, self._starts, strict=True)
+            if any(low < start + parameter.nbytes and start < high for low, high in pages)
+        ]
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return f"{', '.join(names[:_SHOWN])}{more} (digest {digest:016x})"
+
+    def _put_in_place(self) -> None:
+        """Copy what the program has put in place of a parameter's tensor into it."""
+        for parameter, place in zip(self._shared, self._shown_places, strict=True):
+            if parameter.data_ptr() == place.data_ptr():
+                continue
+            if (parameter.shape, parameter.dtype) != (place.shape, place.dtype) or (
+                parameter.device != place.device
+            ):
                 raise RuntimeError(
-                    f"rank {self.group.me}: parameter {self._names[id(parameter)]} does not "
-                    f"lie in the memory that the ranks of this node share any more: convert or "
-                    f"move a module before it is wrapped, and leave `.data` alone"
+                    f"rank {self.group.me}: parameter {self._names[id(parameter)]} was changed "
+                    f"from {_kind(place)} to {_kind(parameter)}, and the ranks of this node share "
+                    f"it: convert or move a module before it is wrapped"
                 )
+            with torch.no_grad():
+                place.copy_(parameter)
+                parameter.data = place
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether this rank changes a private copy."""
-        return self._writing
+    def _take_changes(self) -> None:
+        """Let the node have what all of its ranks have changed in the same way. Collective."""
+        if self.rank == 0:
+            self._mapping.keep_writes(self._file)
+        self._meet("a change of parameters")
+        self._mapping.make_private()
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the name of a parameter in the module. Not collective."""
@@ -259,13 +296,16 @@ class SharedParameters(PartialMeans):
         self.group.broadcast([tensor]).wait()
 
     @contextmanager
-    def stepping(self, number: int, refused: str, explain: Callable[[], str]) -> Iterator[None]:
+    def stepping(
+        self, number: int, refused: str, explain: Callable[[], str], has_changes: bool
+    ) -> Iterator[None]:
         """Let each rank of the node write its part of the parameters. Collective.
 
         Args:
             number: stands for what the step uses, the same on all ranks.
             refused: why this cannot be stepped.
             explain: says how the ranks differ, if numbers do; collective over all ranks.
+            has_changes: whether there are `own_changes`, for which `number` stands, too.
 
         Raises:
             RuntimeError: another rank failed, or did not come within the group's timeout; or the
@@ -277,8 +317,6 @@ class SharedParameters(PartialMeans):
                 f"rank {self.group.me}: step() within writing() would step this rank's private "
                 f"copy of the parameters: leave writing() before it"
             )
-        self.check_unwritten()
-        self.check_places()
         self.check()
         problem = ""
         try:
@@ -287,13 +325,11 @@ class SharedParameters(PartialMeans):
             problem = self.agree_on_means(told) or self._compare(told, refused, explain)
             if problem:
                 raise RuntimeError(problem)
-            if self._debug:
-                self._mapping.allow_writes(True)
+            if has_changes:
+                self._take_changes()
             yield
-            self._protect()
             # Autograd sees it where a graph is used that saved a parameter.
             torch.autograd.graph.increment_version(self.parameters)
-            self._note_versions()
             self._stepped = True
             self._meet("the end of the optimizer's step")
         except BaseException:
@@ -313,54 +349,30 @@ class SharedParameters(PartialMeans):
         if self._writing:
             yield
             return
-        self.begin_writing()
-        try:
-            yield
-        except BaseException:
-            self._fail(WROTE)
-            self._end_private()
-            raise
-        self.end_writing()
-
-    def begin_writing(self) -> None:
-        """Let this rank change a private copy from now on. Collective."""
-        # No check for changes: torch.distributed.checkpoint loads in place before load_state_dict.
         forks.check("writing()")
         self._meet("writing()")
-        self._mapping.make_private()
         self._writing = True
-
-    def end_writing(self, raised: bool = False) -> None:
-        """Let all ranks have what the first rank of the node has written. Collective.
-
-        Args:
-            raised: whether this rank could not write all of it.
-
-        Raises:
-            RuntimeError: some ranks could, and others could not. The parameters are as before.
-        """
         try:
-            self._meet("the end of writing()", raised)
-            failed = [rank for rank, each in enumerate(self._meeting.numbers_of_all()) if each]
-            if failed and len(failed) < self.ranks:
-                raise RuntimeError(
-                    f"rank {self.group.me}: a load into parameters that the ranks of this node "
-                    f"share raised on rank {self._world_rank(failed[0])}, and not on all ranks"
-                )
+            yield
+            self._meet("the end of writing()")
+            self._put_in_place()
             if self.rank == 0:
-                self._mapping.keep_writes()
+                self._mapping.keep_writes(self._file)
         except BaseException:
             self._fail(WROTE)
             raise
         finally:
-            self._end_private()
-        self._note_versions()
+            self._writing = False
+            self._mapping.make_private()
         self._meet("the end of writing()")
 
-    def _end_private(self) -> None:
-        self._writing = False
-        self._mapping.share_again()
-        self._protect()
+    def refuse_in_join(self) -> None:
+        """Raise RuntimeError where other ranks may be without inputs. Not collective."""
+        if self.is_uneven():
+            raise RuntimeError(
+                f"rank {self.group.me}: writing() changes parameters on all ranks, and within "
+                f"join() some may be without inputs: do it before or after"
+            )
 
     def _meet(self, where: str, number: float = 0) -> None:
         """Wait for all ranks of the node. Collective."""
@@ -389,13 +401,6 @@ class SharedParameters(PartialMeans):
     def _world_rank(self, rank: int) -> str:
         return self._ranks[rank]
 
-    def _note_versions(self) -> None:
-        self._versions = [parameter._version for parameter in self._shared]
-
-    def _protect(self) -> None:
-        if self._debug:
-            self._mapping.allow_writes(False)
-
     def step_for_others(self) -> None:
         """Step this rank's part where it has no inputs any more. Collective with their step."""
         left = {number for number, each in enumerate(self.followers) if each() is not None}
@@ -418,6 +423,30 @@ class SharedParameters(PartialMeans):
         self.group.allgather_objects((number, what, arguments))
 
 
+# Those of this process, and how many there have been.
+_all: weakref.WeakSet[SharedParameters] = weakref.WeakSet()
+_generation = [0]
+
+
+def generation() -> int:
+    """Return how many modules of this process have shared their parameters. Not collective."""
+    return _generation[0]
+
+
+def all_of_process() -> list[SharedParameters]:
+    """Return the shared parameters of this process, in the order of wrapping. Not collective."""
+    return sorted(_all, key=lambda each: each.number)
+
+
+def _at(memory: torch.Tensor, start: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of memory from a byte on, like a tensor."""
+    return view_like(memory[start : start + tensor.nbytes].view(tensor.dtype), 0, tensor)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
+
+
 def _on_its_own(view: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the memory of a view whose storage has nothing else.
 
@@ -436,4 +465,4 @@ def _nothing() -> None:
     return None
 
 
-__all__ = ["BucketLayout", "SharedParameters"]
+__all__ = ["BucketLayout", "SharedParameters", "all_of_process", "generation"]

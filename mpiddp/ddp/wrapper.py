@@ -97,8 +97,8 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
         transport: how gradients travel: "shared" (in memory that the ranks of a node share),
             "exchange" (each rank adds a slice of all), "mpi" (MPI_Iallreduce), or "auto", which
             takes what is faster. None is MPIDDP_TRANSPORT from the environment, else "auto".
-        shared_parameters: whether the ranks of a node share their parameters, which a
-            `mpiddp.optim.NodeOptimizer` must step; then gradients are views.
+        shared_parameters: whether a node's ranks share parameters, which a NodeOptimizer of
+            `mpiddp.optim` steps; gradients are views. None: what MPIDDP_SHARED_PARAMETERS says.
 
     Raises:
         TypeError: `module` is not a module, `process_group` not of mpiddp, a flag not a bool, or
@@ -150,14 +150,14 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
         lazy_bucket_allocation: bool = False,
         *,
         transport: str | None = None,
-        shared_parameters: bool = False,
+        shared_parameters: bool | None = None,
     ) -> None:
         arguments = dict(locals())
         forks.check("DistributedDataParallel")
         argument_checks.check_module(module)
         argument_checks.check_flags(arguments)
         argument_checks.check_devices(module, device_ids, output_device)
-        argument_checks.check_shared_parameters(module, arguments)
+        shared_parameters = argument_checks.wants_sharing(module, arguments)
         argument_checks.check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
         if is_communicator(process_group):
             process_group = group_of(process_group)
@@ -170,7 +170,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
         object.__setattr__(self, "_init_sync_buffers", with_buffers)
         object.__setattr__(self, "_default_bucket_sizes", bucket_cap_mb is None)
         object.__setattr__(self, "_transport", requested_transport(transport))
-        object.__setattr__(self, "_wants_sharing", bool(shared_parameters))
+        object.__setattr__(self, "_wants_sharing", shared_parameters)
         on_cpu = mixed_precision is not None and not argument_checks.has_streams(module)
         object.__setattr__(self, "_precision_on_cpu", mixed_precision if on_cpu else None)
         with contextlib.ExitStack() as construction, compiler_not_asked():
@@ -207,7 +207,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
             _setup_mixed_precision_params(mixed_precision, module)
             _cast_buffers(mixed_precision, module)
         if shared_parameters:
-            self._share_parameters()
+            self._share_parameters(arguments["shared_parameters"] is None)
             self._wants_sharing = False  # copies have parameters of their own
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:

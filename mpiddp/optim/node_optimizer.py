@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -13,14 +14,16 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from mpiddp.ddp import node_parts
 from mpiddp.ddp.shared_parameters import SharedParameters
-from mpiddp.ddp.watched_gradients import gradient_of, unwatched
+from mpiddp.ddp.watched_gradients import unwatched
 from mpiddp.ddp.wrapper import DistributedDataParallel
-from mpiddp.optim import grad_scaler, same_settings, uneven_steps, whole_parameters
+from mpiddp.optim import grad_scaler, same_settings, whole_parameters
 from mpiddp.optim.blocks import BLOCK_BYTES, Block
 from mpiddp.optim.elementwise import ELEMENTWISE, StateKind
-from mpiddp.optim.members import Member, dtype_of_norm, norm_of
+from mpiddp.optim.gradient_uses import GradientUses
+from mpiddp.optim.members import Member
 from mpiddp.optim.same_settings import settings_of
 from mpiddp.optim.state_memory import StateMemory
+from mpiddp.optim.uneven_steps import UnevenSteps
 from mpiddp.optim.whole_state import IN_PLACE, WholeState
 from mpiddp.torch_internals.compiler_loading import disable_compilation
 
@@ -31,7 +34,7 @@ _CHANGED_IN_PLACE = (
 )
 
 
-class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
+class NodeOptimizer(WholeState, GradientUses, UnevenSteps):
     """Step each parameter of a node once, in place, for all ranks of the node.
 
     Collective: all ranks of the model's process group construct it, and step it, together. Each
@@ -90,11 +93,25 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
             )
         if settings.get("differentiable"):
             raise ValueError("the step of a NodeOptimizer is not differentiable")
+        self._set_up(wrapper, shared, optimizer_class, elementwise)
+        self._settings = settings
+        if params is None:
+            params = [parameter for parameter in wrapper.parameters() if parameter.requires_grad]
+        # Only to learn the defaults.
+        defaults = optimizer_class([{"params": []}], **settings).defaults
+        self._construct(params, defaults, whole_gradients)
+
+    def _set_up(
+        self,
+        wrapper: DistributedDataParallel,
+        shared: SharedParameters,
+        optimizer_class: type[torch.optim.Optimizer],
+        elementwise: bool | None,
+    ) -> None:
         Joinable.__init__(self)
         self._wrapper = weakref.ref(wrapper)
         self._shared: SharedParameters = shared
         self._class = optimizer_class
-        self._settings = settings
         self._elementwise = elementwise
         # Whether some group's parameters are stepped whole.
         self._steps_whole = False
@@ -115,10 +132,11 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         self._used: dict[str, str] = {}
         self._replaced: list[Member] = []
         self._inner: torch.optim.Optimizer | None = None
-        if params is None:
-            params = [parameter for parameter in wrapper.parameters() if parameter.requires_grad]
-        # Only to learn the defaults.
-        defaults = optimizer_class([{"params": []}], **settings).defaults
+
+    def _construct(
+        self, params: Iterable[Any], defaults: dict[str, Any], whole_gradients: bool
+    ) -> None:
+        shared, optimizer_class = self._shared, self._class
         torch.optim.Optimizer.__init__(self, params, defaults)
         self._show_nothing()
         kind = {
@@ -128,7 +146,7 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         }
         same_settings.compare_groups(shared, kind, enumerate(self.param_groups))
         made = [self._prepare(group) for group in self.param_groups]
-        self._inner = optimizer_class([inner for inner, _ in made], **settings)
+        self._inner = self._make([inner for inner, _ in made])
         # What hooks of all optimizers see is this one, once.
         step = type(self._inner).step
         self._inner_step: Callable[[Any], Any] = getattr(step, "__wrapped__", step)
@@ -137,6 +155,10 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         self._let_follow()
         shared.send_means_to_owners(not (whole_gradients or self._steps_whole))
         shared.exchange(0)  # what is there from the start is there for all ranks
+
+    def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Return an optimizer of other tensors, which have no state yet. Not collective."""
+        return self._class(groups, **self._settings)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a NodeOptimizer cannot be copied or pickled: use its state_dict")
@@ -214,8 +236,10 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         settings = settings_of(group)
 
         def make(tensors: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-            return self._class([{**settings, "params": list(tensors)}], **self._settings)
+            return self._make([{**settings, "params": list(tensors)}])
 
+        if not parameters:
+            return [], False
         is_elementwise = self._elementwise
         if is_elementwise is None and self._class in ELEMENTWISE:
             is_elementwise = True
@@ -232,7 +256,7 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
             self._keep_state()
         if members:
             like = torch.zeros([2] * members[0].tensor.dim(), dtype=members[0].tensor.dtype)
-            trial = self._class([like], **self._settings)
+            trial = self._make([{**settings_of(self.param_groups[-1]), "params": [like]}])
             if any(trial.state.values()):
                 self._show_state(members)
         self._inner.state = defaultdict(
@@ -262,13 +286,18 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
             with torch.enable_grad():
                 loss = closure()
         Join.notify_join_context(self)
-        self._take_gradients()
-        settings = [settings_of(group) for group in self.param_groups]
-        self._tell("step", settings)
+        settings = self._begin_step()
         self._step_together(settings)
         for outer, inner in zip(self.param_groups, self._inner_groups, strict=True):
             outer.update(settings_of(inner))
         return loss
+
+    def _begin_step(self) -> list[dict[str, Any]]:
+        """Return the settings of the groups, with which this rank will step."""
+        self._take_gradients()
+        settings = [settings_of(group) for group in self.param_groups]
+        self._tell("step", settings)
+        return settings
 
     @property
     def _inner_groups(self) -> list[dict[str, Any]]:
@@ -281,16 +310,32 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         Args:
             settings: of the groups.
         """
+        with self._stepping(settings):
+            self._inner_step(self._inner)
+
+    @contextmanager
+    def _stepping(self, settings: Iterable[dict[str, Any]]) -> Iterator[None]:
+        """Let the inner optimizer step, while no rank of the node reads parameters. Collective."""
         edits = self._find_state_edits()
         edited = self._copy_of_edits() if edits > IN_PLACE else None
         refused = _CHANGED_IN_PLACE if edits == IN_PLACE else ""
         settings = list(settings)
-        same = same_settings.Comparison(self._shared, self._describe_step(settings, edits, edited))
-        with self._shared.stepping(same.number, refused, same.explain):
+        description = self._describe_step(settings, edits, edited)
+        changes = self._shared.own_changes()
+        description["parameters changed by the program"] = changes or "none"
+        same = same_settings.Comparison(self._shared, description)
+        with self._shared.stepping(same.number, refused, same.explain, bool(changes)):
             if edited is not None:
                 self._take_edits(edited)
             self._put_back()
-            self._step_own(settings)
+            for group, of_group in zip(self._inner_groups, settings, strict=True):
+                group.update(of_group)
+            for block in self._all_blocks():
+                block.restore_gradient()
+            yield
+            self._keep_state()
+            if self._without_state:
+                self._show_state([m for m in self._without_state if m.has_gradient])
             same.finish()
         self._used.clear()
 
@@ -300,16 +345,6 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         for member in with_gradient:
             member.has_gradient = True
         self._show_gradients()
-
-    def _step_own(self, settings: Iterable[dict[str, Any]]) -> None:
-        for group, of_group in zip(self._inner_groups, settings, strict=True):
-            group.update(of_group)
-        for block in self._all_blocks():
-            block.restore_gradient()
-        self._inner_step(self._inner)
-        self._keep_state()
-        if self._without_state:
-            self._show_state([m for m in self._without_state if m.has_gradient])
 
     def _bind(self) -> None:
         """Give parameters and blocks their gradients' memory, if that is new."""
@@ -384,116 +419,6 @@ class NodeOptimizer(WholeState, uneven_steps.UnevenSteps):
         self._shared.note_whole(member.index for member in self._members)  # before they are zeroed
         with unwatched():
             super().zero_grad(set_to_none)
-
-    @disable_compilation
-    def gradients(self) -> list[torch.Tensor | None]:
-        """Return the mean gradient of each parameter, in the order of the groups. Collective.
-
-        Afterwards each ``.grad`` is the mean as a whole on every rank.
-        """
-        self._take_gradients()
-        if self._shared.has_partial_means():
-            self._tell("complete")
-            self._let_change()
-            self._shared.complete()
-        self._put_back()
-        return [gradient_of(each) for group in self.param_groups for each in group["params"]]
-
-    @disable_compilation
-    @torch.no_grad()
-    def gradient_norm(self, norm_type: float = 2.0) -> torch.Tensor:
-        """Return the norm of all mean gradients as one vector, with the same bits everywhere.
-
-        Collective.
-
-        Args:
-            norm_type: greater than zero, or infinity for the largest absolute value.
-
-        Raises:
-            ValueError: it is neither.
-        """
-        if not norm_type > 0:
-            raise ValueError(f"norm_type must be greater than zero, not {norm_type!r}")
-        self._take_gradients()
-        self._tell("norm", norm_type)
-        return self._norm(norm_type)
-
-    def _norm(self, norm_type: float) -> torch.Tensor:
-        self._let_change()
-        own = norm_of(self._own_gradients(), norm_type)
-        # Python's max would overlook some NaNs.
-        numbers = torch.tensor(self._shared.exchange(own), dtype=torch.float64)
-        total = torch.linalg.vector_norm(numbers, norm_type)
-        if self._shared.across_nodes:
-            self._shared.broadcast(total)
-        norm: torch.Tensor = total.to(dtype_of_norm(self._members))
-        return norm
-
-    @disable_compilation
-    @torch.no_grad()
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Scale the gradients so that their norm is at most `max_norm`; return what it was.
-
-        Collective. As `torch.nn.utils.clip_grad_norm_` of all parameters of this optimizer.
-
-        Args:
-            max_norm: the largest norm.
-            norm_type: as for `gradient_norm`.
-            error_if_nonfinite: whether to raise if the norm is infinite or NaN.
-
-        Raises:
-            RuntimeError: it is, on all ranks.
-        """
-        norm = self.gradient_norm(norm_type)
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(
-                f"The total norm of order {norm_type} for gradients is {norm.item()}, so it cannot "
-                f"be clipped"
-            )
-        factor = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
-        if self._shared.has_partial_means():
-            found = self._own_gradients()
-        else:
-            found = [m.view for m in self._members if m.has_gradient]
-        self._tell("scale", factor.item(), float(max_norm))
-        uneven_steps.scale(found, factor.item())
-        self._shared.settle()
-        return norm
-
-    def _own_gradients(self) -> list[torch.Tensor]:
-        return [
-            block.gradient
-            for block in self._all_blocks()
-            if block.has_gradient and block.gradient is not None
-        ]
-
-    @torch.no_grad()
-    def begin_unscaling(self) -> None:
-        """Let a GradScaler change gradients in place, which ends with `agree_on_overflow`.
-
-        Collective.
-        """
-        self._take_gradients()
-        self._let_change()
-
-    def agree_on_overflow(self, found: Iterable[torch.Tensor], scale: float) -> None:
-        """Let each of these numbers be the largest of the node's ranks. Collective.
-
-        Args:
-            found: of a GradScaler, whether some gradient is not finite.
-            scale: with which it has multiplied the gradients.
-        """
-        self._tell("unscale", scale)
-        self._agree_on_overflow(found)
-        self._shared.settle()
-
-    def _agree_on_overflow(self, found: Iterable[torch.Tensor]) -> None:
-        found = list(found)
-        worst = max(self._shared.exchange(max((number.item() for number in found), default=0.0)))
-        for number in found:
-            number.fill_(worst)
 
 
 grad_scaler.install(NodeOptimizer)

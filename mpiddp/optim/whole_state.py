@@ -191,6 +191,13 @@ class WholeState(torch.optim.Optimizer):
         torch.
         """
         self._shared.check()
+        self._note_numbers()
+        saved = super().state_dict()
+        saved["state"] = {key: dict(state) for key, state in saved["state"].items()}
+        return saved
+
+    def _note_numbers(self) -> None:
+        """Let the state that is shown have the numbers of Python that it has by now."""
         for member in self._members:
             state = self._shown.get(member.tensor)
             if not state or member.memory is None:
@@ -199,9 +206,6 @@ class WholeState(torch.optim.Optimizer):
                 if kind.number is not None:
                     place = member.memory.of_parameter(member.index, key)
                     dict.__setitem__(state, key, kind.number(place.item()))
-        saved = super().state_dict()
-        saved["state"] = {key: dict(state) for key, state in saved["state"].items()}
-        return saved
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -148,6 +148,12 @@ def _make_parser(name: str = NAME) -> _Parser:
         help="leave torch's DistributedDataParallel, with torch's reducer",
     )
     parser.add_argument(
+        "--shared-parameters",
+        action="store_true",
+        help="let the ranks of a node have one copy of the parameters and of the optimizer's "
+        "state, which the script's own optimizers step once for all of them",
+    )
+    parser.add_argument(
         "--data-parallel",
         action="store_true",
         help="run the script on rank 0 only, with DataParallel of mpiddp in place of torch's: it "
@@ -211,6 +217,12 @@ def _direct_output(options: argparse.Namespace, rank: int) -> None:
 def _replace(options: argparse.Namespace, program: Program, started: StartedRanks) -> str:
     """Replace the parts of torch that the options name; return in words what was replaced."""
     replaced = []
+    if options.shared_parameters:
+        from mpiddp.optim import adopted  # which most jobs do not use
+
+        os.environ[settings.SHARED_PARAMETERS.name] = "1"
+        adopted.install()
+        replaced.append("each step of an optimizer by parts of it")
     if options.data_parallel:
         replaced.append(data_parallel.start())
         options.backend, options.keep_ddp, options.keep_spawn = torchrun.KEEP, True, True

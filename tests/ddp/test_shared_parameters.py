@@ -39,18 +39,19 @@ def step(model: DDP, optimizer: torch.optim.Optimizer) -> None:
 class TestOnAllRanks:
     @pytest.mark.essential
     def test_memory_is_one(self) -> None:
-        """What one rank writes, all see; each parameter has a storage of its own size."""
+        """What is stepped, all see; each parameter has a storage of its own size."""
         model = make()
         with torch.no_grad(), together():
             for parameter in model.parameters():
                 assert parameter.untyped_storage().nbytes() == parameter.nbytes
-        weight = model.module[0].weight
+        shared = model._shared_parameters
+        assert shared is not None
         gather(0)
         if RANK == 0:
-            weight.data[0, 0] = 7.5
+            shared.flat[0].fill_(7.5)
         gather(0)
         with together():
-            assert weight[0, 0].item() == 7.5
+            assert any((parameter == 7.5).all() for parameter in model.parameters())
 
     def test_names_shapes_and_objects_stay(self) -> None:
         module = CASES["tied"].make()
@@ -87,23 +88,11 @@ class TestOnAllRanks:
             assert (model.module[0].weight == 1).all()
         step(model, optimizer)
 
-    def test_changes_that_are_not_allowed(self) -> None:
-        """Each rank would do them: a plain optimizer, a clamp."""
-        model = make()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step(model, optimizer)
-        with together(), pytest.raises(RuntimeError, match=r"parameter .* was changed in place"):
-            model(torch.zeros(2, 6))
-        model = make()
-        optimizer = NodeOptimizer(model, torch.optim.SGD, lr=0.1)
-        with torch.no_grad():
-            model.module[2].bias.clamp_(0, 1)
-        with together(), pytest.raises(RuntimeError, match=r"2\.bias was changed in place"):
-            optimizer.step()
+    def test_converted(self) -> None:
         model = make()
         optimizer = NodeOptimizer(model, torch.optim.SGD, lr=0.1)
         model.module[0].double()
-        with together(), pytest.raises(RuntimeError, match="does not lie in the memory"):
+        with together(), pytest.raises(RuntimeError, match=r"was changed from .*float32"):
             optimizer.step()
 
     def test_error_in_writing(self) -> None:
@@ -360,37 +349,6 @@ def test_memory_of_a_node(tmp_path: Path) -> None:
     held = sum(int(words[1]) for words in found)
     assert len(found) == 2
     assert held < 1.05 * int(found[0][2])
-
-
-FORBIDDEN = """
-import torch, mpiddp
-mpiddp.init_process_group()
-model = mpiddp.DistributedDataParallel(torch.nn.Linear(300, 300), shared_parameters=True)
-optimizer = mpiddp.optim.NodeOptimizer(model, torch.optim.AdamW)
-for step in range(2):
-    optimizer.zero_grad()
-    model(torch.ones(1, 300)).sum().backward()
-    optimizer.step()
-with model.writing(), torch.no_grad():
-    model.module.weight.add_(1)
-print("allowed", flush=True)
-torch.distributed.barrier()
-model.module.weight.data.clamp_(0, 1)  # forbidden
-print("not reached", flush=True)
-"""
-
-
-@pytest.mark.thorough
-def test_debug_mode(tmp_path: Path) -> None:
-    """A write that is not allowed is an error with its line."""
-    program = tmp_path / "forbidden.py"
-    program.write_text(FORBIDDEN)
-    done = mpirun.run(2, [program], timeout=60, env={"MPIDDP_DEBUG": "1"})
-    assert done.returncode != 0
-    assert done.stdout.count("allowed") == 2
-    assert "not reached" not in done.stdout
-    line = next(n for n, text in enumerate(FORBIDDEN.splitlines(), 1) if "# forbidden" in text)
-    assert f'forbidden.py", line {line}' in done.stderr
 
 
 KILLED = """

@@ -1,4 +1,4 @@
-"""Who writes to shared parameters: averages that are swapped in, and loads that do not end well."""
+"""Programs that change shared parameters themselves: as in plain DistributedDataParallel."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +44,8 @@ WRITES: dict[str, Callable[[list[Tensor]], Any]] = {
         swap_in(parameters, each)
         for each in ([p * 0.5 for p in parameters], [p.clone() for p in parameters])
     ],
+    "data =": lambda parameters: setattr(parameters[0], "data", parameters[0].data * 0.5),
+    "numpy": lambda parameters: parameters[0].detach().numpy().__imul__(0.5),
     "data.mul_": lambda parameters: parameters[1].data.mul_(0.5),
     "data[...] =": lambda parameters: parameters[1].data.__setitem__(0, 1.0),
     "foreach of data": lambda parameters: torch._foreach_mul_([p.data for p in parameters], 0.5),
@@ -56,21 +58,56 @@ WRITES: dict[str, Callable[[list[Tensor]], Any]] = {
 class TestOnAllRanks:
     @pytest.mark.essential(keep=2)
     @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
-    def test_seen(self, write: Callable[[list[Tensor]], Any]) -> None:
-        """The next use says so: a forward of the wrapper or of the module, a step."""
-        for use in (0, 1, 2):
-            model, optimizer = make()
+    def test_counts_once(self, write: Callable[[list[Tensor]], Any]) -> None:
+        """As with a replica a rank: in the next forward, after a step, and after another change."""
+        models = [make(), make(shared=False)]
+        outputs = []
+        for model, optimizer in models:
             train(model, optimizer, 0)
-            loss_of(model, share(batch_of(2, 6))).backward()
+            for seed in (1, 2):
+                with torch.no_grad():
+                    write(list(model.parameters()))
+                outputs.append(model(torch.ones(2, 6)).detach())
+                train(model, optimizer, seed)
+        with together():
+            assert torch.equal(torch.stack(outputs[:2]), torch.stack(outputs[2:]))
+            for own, truth in zip(*(model.parameters() for model, _ in models), strict=True):
+                assert torch.equal(own, truth)
+        shared = models[0][0]._shared_parameters
+        assert shared is not None
+        with together():
+            assert not shared._mapping.has_own_pages()
+
+    @pytest.mark.mpi(min_size=2)
+    def test_evaluation_with_an_average_on_one_rank(self) -> None:
+        model, optimizer = make()
+        train(model, optimizer, 0)
+        parameters = list(model.module.parameters())
+        kept = [p.detach().clone() for p in parameters]
+        if RANK == 0:
+            swap_in(parameters, [p * 0.5 for p in kept])
             with torch.no_grad():
-                write(list(model.parameters()))
-            uses: list[Callable[[], Any]] = [
-                lambda model=model: model(torch.zeros(2, 6)),
-                lambda model=model: model.module(torch.zeros(2, 6)),
-                optimizer.step,
-            ]
-            with together(), pytest.raises(RuntimeError, match="was changed in place"):
-                uses[use]()
+                model.module(torch.ones(2, 6))
+        with together():
+            factor = 0.5 if RANK == 0 else 1.0
+            assert all(torch.equal(p, k * factor) for p, k in zip(parameters, kept, strict=True))
+        if RANK == 0:
+            swap_in(parameters, kept)
+        train(model, optimizer, 1)
+        assert_same_bits(model.named_parameters())
+
+    @pytest.mark.mpi(min_size=2)
+    @pytest.mark.parametrize("where", ["on one rank", "on all ranks"])
+    def test_that_differ(self, where: str) -> None:
+        """With plain DistributedDataParallel the replicas would differ from then on."""
+        model, optimizer = make()
+        train(model, optimizer, 0)
+        if where == "on all ranks" or RANK == SIZE - 1:
+            with torch.no_grad():
+                model.module[0].weight[0, 0] = RANK
+        loss_of(model, share(batch_of(2, 6))).backward()
+        with together(), pytest.raises(RuntimeError, match=r"changed by the program.*0\.weight"):
+            optimizer.step()
 
     @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
     def test_allowed_in_writing(self, write: Callable[[list[Tensor]], Any]) -> None:
@@ -109,14 +146,16 @@ class TestOnAllRanks:
                 assert torch.equal(own, truth)
 
     @pytest.mark.mpi(min_size=2)
-    def test_load_that_one_rank_refuses(self) -> None:
-        """No rank goes on as if nothing had been."""
-        model, _ = make(lambda: Picky(6, 6, on_rank=SIZE - 1))
+    def test_load_on_one_rank(self) -> None:
+        """As at the end, to evaluate the best model: nobody waits."""
+        model, optimizer = make()
+        train(model, optimizer, 0)
         given = {name: value * 0.5 for name, value in model.module.state_dict().items()}
-        with together(), pytest.raises(RuntimeError):
+        if RANK == 0:
             model.module.load_state_dict(given)
-        with together(), pytest.raises(RuntimeError, match="failed"):
-            model(torch.zeros(2, 6))
+        with together():
+            same = map(torch.equal, model.module.state_dict().values(), given.values())
+            assert all(same) == (RANK == 0)
 
     def test_loads_within_others(self) -> None:
         """Of a module around the wrapped one, and of one that loads a part by itself."""
@@ -132,7 +171,7 @@ class TestOnAllRanks:
             assert all(map(torch.equal, around.state_dict().values(), given.values()))
 
     def test_load_by_parts(self) -> None:
-        """As some libraries do it: nothing would end it."""
+        """As some libraries do it."""
         model, optimizer = make()
         layer = model.module[0]
         given = {name: value.clone() * 0.5 for name, value in layer.state_dict().items()}
@@ -140,26 +179,18 @@ class TestOnAllRanks:
         def load() -> None:
             layer._load_from_state_dict(given, "", {}, True, [], [], [])
 
-        with together(), pytest.raises(RuntimeError, match=r"within `with model\.writing"):
-            load()
-        with model.writing():
-            load()
+        load()
         with together():
             assert all(torch.equal(layer.state_dict()[name], given[name]) for name in given)
         train(model, optimizer, 0)
 
 
 class Picky(nn.Linear):
-    """Refuses what it is given, on one rank or on all."""
-
-    def __init__(self, inputs: int, outputs: int, on_rank: int | None = None) -> None:
-        super().__init__(inputs, outputs)
-        self.on_rank = on_rank
+    """Refuses what it is given."""
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if self.on_rank in (None, RANK):
-            raise RuntimeError("old format")
+        raise RuntimeError("old format")
 
 
 class Nested(nn.Linear):

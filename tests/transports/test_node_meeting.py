@@ -87,22 +87,46 @@ def test_owners() -> None:
 def test_writes_that_are_private() -> None:
     """Until they are kept, and only those of the rank that keeps them."""
     mapping = allocate_common(MPI.COMM_WORLD, 100_000, [(0, 100_000)])
-    view = memoryview(mapping)
+    file = mapping.another()
+    view, shared = memoryview(mapping), memoryview(file)
     gather(0)
     mapping.make_private()
+    with together():
+        assert not mapping.has_own_pages()
+        assert mapping.changes(file) == (0, [])
     view[RANK * 10_000] = RANK + 1
+    page = RANK * 10_000 // 4096 * 4096
     with together():
         assert view[RANK * 10_000] == RANK + 1
+        assert mapping.has_own_pages()
+        assert mapping.changes(file)[1] == [(page, page + 4096)]
+    digests = gather(mapping.changes(file)[0])
+    with together():
+        assert 0 not in digests
+        assert len(set(digests)) == SIZE
+    gather(0)
+    # What another process writes is seen in all other pages.
+    if RANK == SIZE - 1:
+        shared[99_999] = 7
+    gather(0)
+    with together():
+        assert view[99_999] == 7
+        assert mapping.changes(file)[1] == [(page, page + 4096)]
+    gather(0)
+    view[RANK * 10_000] = shared[RANK * 10_000]
+    with together():
+        assert mapping.has_own_pages()
+        assert mapping.changes(file) == (0, [])
+    view[RANK * 10_000] = RANK + 1
+    gather(0)
     if RANK == 0:
-        mapping.keep_writes()
+        mapping.keep_writes(file)
     mapping.share_again()
     gather(0)
     with together():
         assert view[0] == 1
         assert all(view[rank * 10_000] == 0 for rank in range(1, SIZE))
     gather(0)
-    mapping.allow_writes(False)
-    mapping.allow_writes(True)
     view[RANK * 10_000] = 9
     gather(0)
     with together():
