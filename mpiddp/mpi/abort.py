@@ -29,7 +29,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-__all__ = ["abort_job", "call_before_abort", "is_ending", "time_limit"]
+__all__ = [
+    "abort_job",
+    "call_at_once",
+    "call_before_abort",
+    "do_not_call",
+    "is_ending",
+    "time_limit",
+]
+
+# Called before anything else: they tell other ranks that this one ends the job.
+_at_once: list[Callable[[], None]] = []
 
 # Called to send out what this process has printed.
 _release: list[Callable[[], None]] = []
@@ -53,6 +63,17 @@ def call_before_abort(release: Callable[[], None]) -> None:
     _release.append(release)
 
 
+def call_at_once(function: Callable[[], None]) -> None:
+    """Let `abort_job` call `function`, which neither blocks nor raises, first. Not collective."""
+    _at_once.append(function)
+
+
+def do_not_call(function: Callable[[], None]) -> None:
+    """Take back `call_at_once`, if it was called. Not collective."""
+    with contextlib.suppress(ValueError):
+        _at_once.remove(function)
+
+
 def is_ending() -> bool:
     """Return whether this process has begun to end the job. Not collective."""
     return _ending
@@ -72,6 +93,8 @@ def abort_job(code: int, last_words: Callable[[], object] | None = None) -> None
     """
     global _ending
     _ending = True
+    for function in list(_at_once):
+        function()
     with time_limit(code) as nowhere:
         try:
             for step in (last_words, *_release, _send_out):

@@ -98,6 +98,10 @@ class DeadPeers:
                     who = f"rank {peer.rank} (process {peer.process_id} on {socket.gethostname()})"
                     end_job(self._rank, f"{who} {_end_of(descriptor)}", waits)
 
+    def call_on_end(self, function: Callable[[], None]) -> None:
+        """Call `function`, in a thread, when a rank of this node has ended. Not collective."""
+        self._sudden_ends.on_end = function
+
     def close(self) -> None:
         """Stop watching. Not collective."""
         node_states.end()

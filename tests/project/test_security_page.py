@@ -75,6 +75,7 @@ PLACES = {
         "mpiddp/checkpoint/shared_folders.py": CHECKPOINTS,
         "mpiddp/checkpoint/writer_lock.py": "the `.lock` of who writes there",
         "mpiddp/flight_recorder/files.py": "records of the flight recorder",
+        "mpiddp/process_group/node_ends.py": "the bell of a node",
         "mpiddp/horovod/timeline.py": "`HOROVOD_TIMELINE`, where you say",
         "mpiddp/mpi/abort.py": "",  # /dev/null
         "mpiddp/private_folder.py": "must be the user's own",
