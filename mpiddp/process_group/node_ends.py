@@ -21,12 +21,14 @@ import math
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mpiddp.mpi import first_words
 from mpiddp.mpi.abort import is_ending
 
 if TYPE_CHECKING:
@@ -36,8 +38,10 @@ if TYPE_CHECKING:
 
 __all__ = ["LEAVING", "Bell", "Link", "NodeEnds", "closed_words"]
 
-# Sent by a rank that leaves properly, and by one that has heard why the job ends.
+# Sent by a rank that leaves properly, and by one that has heard that the job ends; which rank was the
+# first to fail follows, see Note [One traceback].
 LEAVING, TOLD = b"l", b"t"
+_FIRST = struct.Struct("=i")
 _STOP = b"s"
 
 # Seconds that the node behind in the ring waits for the one before, which speaks at once.
@@ -159,6 +163,9 @@ class NodeEnds:
             link.lost = time.monotonic()
             return False
         if said == TOLD:
+            with contextlib.suppress(OSError, struct.error):  # it has ended meanwhile
+                number = link.connection.recv(_FIRST.size, socket.MSG_WAITALL)
+                first_words.note(_FIRST.unpack(number)[0])
             self._tell(link)
             return True
         if said != LEAVING:
@@ -172,10 +179,11 @@ class NodeEnds:
         if self._told:
             return
         self._told = True
+        said = TOLD + _FIRST.pack(first_words.known())
         for link in self._links.values():
             if link is not source and not link.lost:
                 with contextlib.suppress(OSError):  # it has ended, or takes nothing
-                    link.connection.send(TOLD, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+                    link.connection.send(said, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 
     def _say(self) -> None:
         """Say which rank has ended, if it is time, and nobody has said more."""
