@@ -1,4 +1,4 @@
-"""Which rank of the job has failed first: its traceback is shown, of those that fail after it a line.
+"""Which rank has failed first: its traceback is shown, of those that fail after it a line.
 
 Note [One traceback]
 ~~~~~~~~~~~~~~~~~~~~

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LEAVING", "Bell", "Link", "NodeEnds", "closed_words"]
 
-# Sent by a rank that leaves properly, and by one that has heard that the job ends; which rank was the
-# first to fail follows, see Note [One traceback].
+# Sent by a rank that leaves properly, and by one that has heard that the job ends; which rank was
+# the first to fail follows, see Note [One traceback].
 LEAVING, TOLD = b"l", b"t"
 _FIRST = struct.Struct("=i")
 _STOP = b"s"

@@ -50,8 +50,7 @@ class Ranks:
 
 @pytest.fixture
 def start() -> "Callable[[int], Ranks]":
-    # As in a clone of this process, forked ones inherit the descriptors of those before: so they end
-    # in the reverse order.
+    # Forked ones inherit the descriptors of those before: so they end in the reverse order.
     return lambda count: Ranks(memory_files.create("test-first-words"), count)
 
 
