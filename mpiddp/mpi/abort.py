@@ -20,6 +20,7 @@ import array
 import contextlib
 import faulthandler
 import fcntl
+import functools
 import os
 import select
 import stat
@@ -29,7 +30,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-__all__ = ["abort_job", "call_before_abort", "is_ending", "time_limit"]
+from mpiddp.mpi import first_words
+
+__all__ = [
+    "abort_job",
+    "call_at_once",
+    "call_before_abort",
+    "do_not_call",
+    "is_ending",
+    "time_limit",
+]
+
+# Called before anything else: they tell other ranks that this one ends the job, if it is the first.
+_at_once: list[Callable[[], None]] = []
 
 # Called to send out what this process has printed.
 _release: list[Callable[[], None]] = []
@@ -44,6 +57,8 @@ _LIMIT = 8.0
 # Seconds after which the process ends although MPI_Abort does not end it: from the beginning, and
 # from the call of MPI_Abort. MPICH's waits for a lock that another call may hold for ever.
 _LAST_LIMIT, _LIMIT_OF_ABORT = 12.0, 6.0
+# Seconds that the rank that has failed first has to print its last output and abort.
+_FOR_THE_FIRST = 2.0
 
 _STREAMS = (1, 2)
 
@@ -53,12 +68,27 @@ def call_before_abort(release: Callable[[], None]) -> None:
     _release.append(release)
 
 
+def call_at_once(function: Callable[[], None]) -> None:
+    """Let `abort_job` call `function`, which neither blocks nor raises, first. Not collective."""
+    _at_once.append(function)
+
+
+def do_not_call(function: Callable[[], None]) -> None:
+    """Take back `call_at_once`, if it was called. Not collective."""
+    with contextlib.suppress(ValueError):
+        _at_once.remove(function)
+
+
 def is_ending() -> bool:
     """Return whether this process has begun to end the job. Not collective."""
     return _ending
 
 
-def abort_job(code: int, last_words: Callable[[], object] | None = None) -> None:
+def abort_job(
+    code: int,
+    last_words: Callable[[], object] | None = None,
+    after_another: Callable[[int], object] | None = None,
+) -> None:
     """Call MPI_Abort on the world once this process's output has left it.
 
     A launcher ends the ranks as soon as it hears of the abort, and may then stop reading their
@@ -69,9 +99,17 @@ def abort_job(code: int, last_words: Callable[[], object] | None = None) -> None
     Args:
         code: exit status of the job, where the launcher passes it on.
         last_words: prints why the job ends; what it raises is ignored.
+        after_another: prints the same in short, where another rank has failed before, see Note [One
+            traceback]; it is given that rank, or UNKNOWN.
     """
     global _ending
     _ending = True
+    first = first_words.claim()
+    for function in list(_at_once):
+        function()
+    is_short = first is not None and after_another is not None
+    if first is not None and after_another is not None:
+        last_words = functools.partial(after_another, first)
     with time_limit(code) as nowhere:
         try:
             for step in (last_words, *_release, _send_out):
@@ -79,6 +117,8 @@ def abort_job(code: int, last_words: Callable[[], object] | None = None) -> None
                     # Not Exception: a hook may call sys.exit, and Ctrl-C may come a second time.
                     with contextlib.suppress(BaseException):
                         step()
+            if is_short:
+                time.sleep(_FOR_THE_FIRST)  # it ends this process, once it has said all
         finally:
             if nowhere >= 0:
                 faulthandler.dump_traceback_later(_LIMIT_OF_ABORT, exit=True, file=nowhere)

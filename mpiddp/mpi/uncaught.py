@@ -30,6 +30,7 @@ import dis
 import functools
 import os
 import sys
+import textwrap
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
+from mpiddp.mpi import first_words
 from mpiddp.mpi.abort import abort_job
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "paused",
     "say_status",
     "show",
+    "show_in_short",
     "status_of",
     "take_part",
     "unwatch",
@@ -61,6 +64,15 @@ class _Watched:
 
 _watched: _Watched | None = None
 _end_is_watched = False
+
+# Characters of a message in a line: `srun` hands lines on whole up to 1,024.
+_SHOWN = 600
+
+# That of mpiddp, which may be in a clone.
+_OWN_FOLDER = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,)
+
+# In the paths of what is not the user's own.
+_LIBRARIES = (*(f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist")), *_OWN_FOLDER)
 
 # Per thread: whether it takes part.
 _own = threading.local()
@@ -159,6 +171,37 @@ def show(error: BaseException, rank: int) -> None:
     _say(*(f"[rank{rank}]: {line}" for line in text.rstrip("\n").split("\n")))
 
 
+def show_in_short(error: BaseException, rank: int, first: int) -> None:
+    """Print in a line what a rank has raised after another one, see Note [One traceback].
+
+    Not collective. A hook of the user's gets the traceback.
+
+    Args:
+        error: what it has raised.
+        rank: this one.
+        first: the other one, or UNKNOWN.
+    """
+    hook = sys.excepthook
+    if hook is not sys.__excepthook__ and getattr(hook, "original", None) is not sys.__excepthook__:
+        show(error, rank)
+        return
+    who = "another rank" if first == first_words.UNKNOWN else f"rank {first}"
+    said = "".join(traceback.format_exception_only(type(error), error))
+    said = textwrap.shorten(said, _SHOWN, placeholder=" …")
+    _say(f"[rank{rank}]: {who} has failed before, see there. Here{_place(error)}: {said}")
+
+
+def _place(error: BaseException) -> str:
+    """Return in words where in the user's program an exception came from, "" if nowhere."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        of_a_library = any(part in frame.filename for part in _LIBRARIES)
+        # Not where there is no such file: a compiled module's, or <frozen>.
+        if not of_a_library and os.path.exists(frame.filename):
+            return f", at {frame.filename}:{frame.lineno} in {frame.name}"
+    return ""
+
+
 def end_job(error: BaseException) -> None:
     """Print the traceback of an exception that has not left the program yet; abort the job.
 
@@ -168,7 +211,11 @@ def end_job(error: BaseException) -> None:
     if watched is None:
         return
     error.__traceback__ = _with_callers(error.__traceback__)
-    abort_job(status_of(error), lambda: show(error, watched.rank))
+    abort_job(
+        status_of(error),
+        lambda: show(error, watched.rank),
+        lambda first: show_in_short(error, watched.rank, first),
+    )
 
 
 def check_end(at_last: bool = False) -> None:
@@ -264,7 +311,12 @@ class _Hook:
         if watched is None or sys.excepthook is not self:
             self.before(kind, error, start)
             return
-        abort_job(status_of(error), lambda: show(error.with_traceback(start), watched.rank))
+        error = error.with_traceback(start)
+        abort_job(
+            status_of(error),
+            lambda: show(error, watched.rank),
+            lambda first: show_in_short(error, watched.rank, first),
+        )
 
 
 class _ThreadHook:

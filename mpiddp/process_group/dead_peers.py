@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING
 
 from mpiddp.flight_recorder import page, ring, sources
 from mpiddp.flight_recorder.torch_format import words_of
+from mpiddp.mpi import first_words
 from mpiddp.mpi.abort import abort_job
 from mpiddp.mpi.nodes import ranks_of_node
 from mpiddp.process_group import node_states, sudden_ends
-from mpiddp.system import running_time
+from mpiddp.system import memory_files, running_time
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -60,11 +61,15 @@ class DeadPeers:
         node = ranks_of_node(communicator)
         self._patience = _GRACE + _STAGGER * min(node.Get_rank(), _MOST_STAGGERED)
         # Their numbers mean something in the same namespace only: ranks may be in containers.
-        everyone = node.allgather((self._rank, os.getpid(), _namespace(), page.share()))
+        file = _file() if node.Get_rank() == 0 else -1
+        everyone = node.allgather((self._rank, os.getpid(), _namespace(), page.share(), file))
+        first_rank, process_id, namespace, _, file = everyone[0]
+        if namespace == _namespace():
+            first_words.begin(self._rank, process_id, file, apart=first_rank != 0)
         beside = {}
         self._peers: dict[int, _Peer] = {}
         self._poll = select.poll()
-        for rank, process_id, namespace, descriptor_of_page in everyone:
+        for rank, process_id, namespace, descriptor_of_page, _ in everyone:
             if rank != self._rank and namespace == _namespace() != 0:
                 beside[rank] = process_id, descriptor_of_page
                 # Some sandboxes, and Linux before 5.3, have no such descriptors.
@@ -98,9 +103,14 @@ class DeadPeers:
                     who = f"rank {peer.rank} (process {peer.process_id} on {socket.gethostname()})"
                     end_job(self._rank, f"{who} {_end_of(descriptor)}", waits)
 
+    def call_on_end(self, function: Callable[[], None]) -> None:
+        """Call `function`, in a thread, when a rank of this node has ended. Not collective."""
+        self._sudden_ends.on_end = function
+
     def close(self) -> None:
         """Stop watching. Not collective."""
         node_states.end()
+        first_words.end()
         self._sudden_ends.stop()
         for descriptor in self._peers:
             os.close(descriptor)
@@ -152,6 +162,13 @@ def _end_of(descriptor: int) -> str:
     if os.WIFSIGNALED(status):
         return f"was ended by {signal.Signals(os.WTERMSIG(status)).name}"
     return f"has ended with status {os.WEXITSTATUS(status)}"
+
+
+def _file() -> int:
+    """Return a file in memory in which a node's ranks say who was first; -1: there is none."""
+    with contextlib.suppress(OSError):
+        return memory_files.create("mpiddp-first-words")
+    return -1
 
 
 def _namespace() -> int:

@@ -16,19 +16,18 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import select
 import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mpiddp import settings
 from mpiddp.flight_recorder.call_text import ranks_in_words
-from mpiddp.mpi import communicators, nodes
+from mpiddp.mpi import abort, communicators, nodes
 from mpiddp.process_group.dead_peers import end_job, waits_for
-from mpiddp.process_group.ring_connections import Place, connect
+from mpiddp.process_group.node_ends import LEAVING, Bell, Link, NodeEnds, closed_words
+from mpiddp.process_group.ring_connections import connect
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -42,18 +41,6 @@ __all__ = ["Heartbeat"]
 _GRACE, _FOR_ITS_NODE = 1.5, 1.0
 # Seconds by which the node behind in the ring waits longer, so that the one before speaks first.
 _STAGGER = 0.3
-
-# Sent by a rank that leaves properly.
-_LEAVING = b"l"
-
-
-@dataclass
-class _Link:
-    connection: socket.socket
-    place: Place
-    patience: float
-    closed: bool = False  # by the end of the rank; else its whole node may be lost
-    lost: float = 0.0  # when, on the monotonic clock; 0: it lives, or has left properly
 
 
 class Heartbeat:
@@ -79,8 +66,11 @@ class Heartbeat:
         self._rank = communicator.Get_rank()
         self._lost, self._answers = roll_call.lost, answers
         self._seconds = settings.HEARTBEAT_SECONDS.read()
-        self._links: dict[int, _Link] = {}
-        self._poll = select.poll()
+        self._links: list[Link] = []
+        self._noticed: list[Link] = []
+        self._bell: Bell | None = None
+        self._ends: NodeEnds | None = None
+        self._process_id = os.getpid()
         # Called instead of ending the job, where the others can go on.
         self.on_loss: Callable[[], None] | None = None
         self.problem = ""
@@ -92,6 +82,10 @@ class Heartbeat:
         ranks = node.gather(self._rank)
         is_first = node.Get_rank() == 0
         alone = node.Get_size() == communicator.Get_size()
+        if not alone:
+            self._bell = Bell(node)
+            abort.call_at_once(self.say_nothing)
+            _living.add(self)
         node.Free()
         if alone:
             return
@@ -106,43 +100,53 @@ class Heartbeat:
         connections, self.problem = connect(leaders, ranks, self._seconds)
         for index, (connection, place) in enumerate(connections):
             patience = _GRACE + _FOR_ITS_NODE * (len(place.ranks) > 1) + _STAGGER * index
-            self._links[connection.fileno()] = _Link(connection, place, patience)
-            self._poll.register(connection, select.POLLIN)
-        _living.add(self)
+            self._links.append(Link(connection, place, patience, index))
+        if self._links:
+            assert self._bell is not None
+            self._ends = NodeEnds(self._links, self._bell)
 
     def look(self) -> None:
         """End the job if this rank waits for one that is lost. Not collective."""
-        for descriptor, _ in self._poll.poll(0):
-            self._poll.unregister(descriptor)
-            link = self._links[descriptor]
-            has_left, link.closed = _news(link.connection)
-            if link.closed and not has_left:
-                self._lost.add(link.place.rank)
-            if not has_left:
-                link.lost = time.monotonic()
+        for link in self._links:
+            if link.lost and link not in self._noticed:
+                self._noticed.append(link)
+                if link.closed:
+                    self._lost.add(link.place.rank)
                 if self.on_loss is not None:
                     self.on_loss()
         if self.on_loss is not None:
             return
-        for link in self._links.values():
+        for link in self._links:
             if link.lost and time.monotonic() - link.lost >= link.patience:
                 self._judge(link)
 
+    def say_nothing(self) -> None:
+        """Let no rank name another one: why the job ends is said. Not collective."""
+        bell = self._bell
+        if bell is not None and os.getpid() == self._process_id:
+            bell.sound()
+
     def close(self) -> None:
         """Leave properly. Not collective."""
-        for link in self._links.values():
+        for link in self._links:
             with contextlib.suppress(OSError):  # the other one was quicker
-                link.connection.send(_LEAVING, socket.MSG_NOSIGNAL)
+                link.connection.send(LEAVING, socket.MSG_NOSIGNAL)
         self._forget()
 
     def _forget(self) -> None:
         """Close the connections of this process; those of the one that has forked it stay."""
-        for link in self._links.values():
+        if self._ends is not None and os.getpid() == self._process_id:
+            self._ends.stop()
+        self._ends = None
+        for link in self._links:
             link.connection.close()
         self._links.clear()
-        self._poll = select.poll()
+        abort.do_not_call(self.say_nothing)
+        if self._bell is not None:
+            self._bell.close()
+            self._bell = None
 
-    def _judge(self, link: _Link) -> None:
+    def _judge(self, link: Link) -> None:
         place = link.place
         if link.closed:
             waits = waits_for([place.rank])
@@ -157,26 +161,15 @@ class Heartbeat:
         if waits:
             end_job(self._rank, self._words(link), waits)
 
-    def _words(self, link: _Link) -> str:
+    def _words(self, link: Link) -> str:
         place = link.place
         if link.closed:
-            return (
-                f"rank {place.rank} (process {place.process_id} on {place.host}) has ended: its "
-                f"connection has closed"
-            )
+            return closed_words(place)
         who = ranks_in_words(range(max(place.ranks) + 1), place.ranks)
         return (
             f"{place.host} ({who}; rank {place.rank} is process {place.process_id}) has not "
             f"answered for {self._seconds:g} s: it is off, or cut off"
         )
-
-
-def _news(connection: socket.socket) -> tuple[bool, bool]:
-    """Return whether the other end has left properly, and else whether its process has ended."""
-    try:
-        return connection.recv(1) == _LEAVING, True
-    except OSError:  # silent; or reset by a node that has started anew, or a firewall
-        return False, False
 
 
 # With a copy in a process that this one has forked, such as a DataLoader's worker, the connection

@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from mpiddp import settings
 from mpiddp.mpi.abort import is_ending
@@ -56,11 +56,15 @@ class SuddenEnds:
         rank: this one.
         peers: of each other rank the number of its process, and a pidfd, which stays open until
             `stop`.
+
+    Attributes:
+        on_end: called in the thread when one has ended, however it did.
     """
 
     def __init__(self, rank: int, peers: Mapping[int, tuple[int, int]]) -> None:
         self._rank, self._peers = rank, dict(peers)
         self._thread: threading.Thread | None = None
+        self.on_end: Callable[[], None] | None = None
         if not peers or settings.PROGRESS_THREAD.read() is False:
             return
         self._reading, self._writing = os.pipe()
@@ -87,6 +91,8 @@ class SuddenEnds:
             ended = [descriptor for descriptor, _ in poll.poll()]
             if self._reading in ended:
                 return
+            if self.on_end is not None:
+                self.on_end()
             for descriptor in ended:
                 poll.unregister(descriptor)
                 living.discard(ranks[descriptor])

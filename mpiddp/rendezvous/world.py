@@ -216,6 +216,7 @@ def _make_world(own: MPI.Intracomm) -> None:
     Watchdog(roll_call)
     dead_peers = DeadPeers(own, roll_call.lost)
     heartbeat = Heartbeat(own, roll_call, Asker(roll_call).answers)
+    dead_peers.call_on_end(heartbeat.say_nothing)
     loss_watch = LossWatch(topology.rank, roll_call, [dead_peers.look, heartbeat.look])
     _world = _World(
         own,

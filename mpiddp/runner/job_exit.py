@@ -77,17 +77,25 @@ class JobExit:
         error.__traceback__ = without_own_frames(error.__traceback__)
         self._status = uncaught.status_of(error)
         if self._world_size > 1 and os.getpid() == self._process_id:
-            abort_job(self._status, lambda: self._show(error))
+            abort_job(
+                self._status,
+                lambda: self._show(error),
+                # What each rank writes to a file of its own is whole.
+                None if output.goes_to_files() else lambda first: self._show(error, first),
+            )
         else:
             with output.shown_on_terminal():
                 sys.excepthook(type(error), error, error.__traceback__)
                 self._advise(error)
         return self._status
 
-    def _show(self, error: BaseException) -> None:
+    def _show(self, error: BaseException, first: int | None = None) -> None:
         with output.shown_on_terminal():
-            uncaught.show(error, self._rank)
-            self._advise(error)
+            if first is None:
+                uncaught.show(error, self._rank)
+                self._advise(error)
+            else:
+                uncaught.show_in_short(error, self._rank, first)
 
     def _advise(self, error: BaseException) -> None:
         # Words that cannot be said must not keep the job from ending.

@@ -18,7 +18,14 @@ from typing import TextIO
 
 from mpiddp.runner import output_relay
 
-__all__ = ["release", "send_by_line", "send_tagged", "send_to_files", "shown_on_terminal"]
+__all__ = [
+    "goes_to_files",
+    "release",
+    "send_by_line",
+    "send_tagged",
+    "send_to_files",
+    "shown_on_terminal",
+]
 
 # Seconds that the relay may take to pass on what it has.
 _PATIENCE = 2.0
@@ -32,6 +39,12 @@ _STREAMS = (1, 2)
 _before: list[int] = []
 # The relay that passes them on, and a socket to it.
 _pump: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+_to_files = False
+
+
+def goes_to_files() -> bool:
+    """Return whether this rank's output is written to files of its own. Not collective."""
+    return _to_files
 
 
 def send_by_line() -> None:
@@ -49,6 +62,8 @@ def send_by_line() -> None:
 
 def send_to_files(out: Path, error: Path) -> None:
     """Write stdout and stderr to two new files instead. Not collective."""
+    global _to_files
+    _to_files = True
     _redirect(*(os.open(path, _FILE_FLAGS, 0o666) for path in (out, error)))
 
 
@@ -60,8 +75,9 @@ def send_tagged(tag: str, out: Path | None = None, error: Path | None = None) ->
         out: new file that gets stdout without tags as well; None for no files.
         error: the same for stderr.
     """
-    global _pump
+    global _pump, _to_files
     files = [] if out is None or error is None else [out, error]
+    _to_files = bool(files)
     for path in files:
         os.close(os.open(path, _FILE_FLAGS, 0o666))
     out_end, out_pipe = os.pipe()

@@ -46,6 +46,11 @@ _SLURM_NOTICES = 60
 # With MPICH other ranks may be silent as well, while they try to reach this one for the first time.
 _WAITED_FOR = re.compile(r"[Rr]anks? ([01] and )?2 (has not|does not answer|do not answer)")
 _HAS_ENDED = re.compile(r"rank 2 \(process \d+ on \w+\) (was ended by|has ended)")
+# Alone on its host, it is named by the first rank of a neighbouring node; or else by the launcher,
+# which may end that rank before it has spoken. Open MPI's then names the one that it has noticed.
+_ENDED_ALONE = re.compile(
+    rf"{_HAS_ENDED.pattern}|process rank 2 with PID|@1,2\]|PID \d+ RUNNING AT node2"
+)
 _WAITED_FOR_OR_LOST = re.compile(
     rf"{_WAITED_FOR.pattern}|{_HAS_ENDED.pattern}|Node failure on node2|has not answered"
 )
@@ -211,6 +216,8 @@ def expected(mpi: str, fault: str, moment: str, start: str) -> Cell:
         said = _EXITED
     elif fault == "sys-exit" and start == "mpirun":
         status = "3"
+    elif meets and start == "mpirun-hosts" and fault in ("os-exit", "kill", "segfault"):
+        said = _ENDED_ALONE
     elif meets and mpi == "MPICH" and fault in ("os-exit", "kill", "segfault"):
         # SLURM's plugin for Open MPI ends a job that has lost a rank, MPICH's does not.
         if start == "srun":

@@ -10,7 +10,7 @@ import socket
 import struct
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -26,6 +26,7 @@ from slurm_lab import Hosts, start_hosts
 
 from mpiddp.diagnosis import travelling
 from mpiddp.mpi import nodes
+from mpiddp.process_group.ring_connections import Place
 from mpiddp.rendezvous import world
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def peers(heartbeat: "Heartbeat") -> list[int]:
-    return [link.place.rank for link in heartbeat._links.values()]
+    return [link.place.rank for link in heartbeat._links]
 
 
 def sockets() -> int:
@@ -133,7 +134,7 @@ class TestRing:
     def test_another_fault_is_a_suspicion(self, ended: list[str], answers: bool) -> None:
         with watching(TOGETHER, pretended(answers)) as heartbeat:
             if rank() == 0:
-                for link in heartbeat._links.values():
+                for link in heartbeat._links:
                     reset = struct.pack("ii", 1, 0)
                     link.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
                 heartbeat._forget()
@@ -171,13 +172,18 @@ class TestRing:
             if rank() == 0:
                 heartbeat._forget()
             dist.barrier()
+            missed = rank() in (1, size() - 1)
+            deadline = time.monotonic() + 30
+            while missed and not calls and time.monotonic() < deadline:
+                heartbeat.look()
+                time.sleep(0.01)
             heartbeat.look()
-        assert len(calls) == (rank() in (1, size() - 1))
+        assert len(calls) == missed
         assert ended == []
 
     def test_a_forked_process_leaves_the_connections_alone(self, ended: list[str]) -> None:
         with watching(APART, pretended()) as heartbeat:
-            open_ones = list(heartbeat._links)
+            open_ones = [link.connection.fileno() for link in heartbeat._links]
             child = os.fork()
             if child == 0:
                 still_open = [one for one in open_ones if os.path.exists(f"/proc/self/fd/{one}")]
@@ -218,6 +224,100 @@ class TestRing:
         with watching(APART, pretended()) as heartbeat:
             assert peers(heartbeat) == []
         assert heartbeat.problem == "MPIDDP_HEARTBEAT_SECONDS is none"
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the ranks whose ends this one says at once."""
+    from mpiddp.process_group import node_ends
+
+    ranks: list[int] = []
+
+    def words(place: Any) -> str:
+        ranks.append(place.rank)
+        return f"this is a test, and rank {place.rank} lives"
+
+    monkeypatch.setattr(node_ends, "closed_words", words)
+    return ranks
+
+
+class TestSaidAtOnce:
+    """See Note [Whose end was first]."""
+
+    pytestmark = marked
+
+    def wait(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def knows(self, heartbeat: "Heartbeat") -> bool:
+        return not heartbeat._links or (heartbeat._ends is not None and heartbeat._ends._told)
+
+    @pytest.mark.essential
+    def test_a_rank_that_ends(self, said: list[int]) -> None:
+        with watching(APART, pretended()) as heartbeat:
+            if rank() == 0:
+                heartbeat._forget()  # as the system closes it
+            self.wait(lambda: self.knows(heartbeat))
+            everyone = world.communicator().allgather(list(said))
+        told = [each for ranks in everyone for each in ranks]
+        assert set(told) == {0}
+        assert everyone[size() - 1] == [0] or everyone[1] == [0]
+
+    def test_nobody_is_named_when_the_bell_has_sounded(self, said: list[int]) -> None:
+        with watching(APART, pretended()) as heartbeat:
+            if rank() == 0:
+                heartbeat.say_nothing()
+            self.wait(lambda: self.knows(heartbeat))
+            dist.barrier()
+            if rank() == 0:
+                heartbeat._forget()
+            elif rank() in (1, size() - 1):
+                self.wait(lambda: any(link.closed for link in heartbeat._links))
+        assert said == []
+
+    @pytest.mark.mpi(min_size=3)
+    def test_every_rank_of_a_node_sounds_it(self, said: list[int]) -> None:
+        with watching(TOGETHER, pretended()) as heartbeat:
+            if rank() == 2:
+                assert heartbeat._links == []
+                heartbeat.say_nothing()
+            self.wait(lambda: self.knows(heartbeat))
+        assert said == []
+
+
+@pytest.mark.once
+def test_the_first_end_is_named(said: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the one beside it that ended because of it, though this rank speaks first of that."""
+    from mpiddp.process_group import node_ends
+
+    monkeypatch.setattr(node_ends, "_PATIENCE_BEHIND", 60.0)
+    (ahead, end_ahead), (behind, end_behind) = socket.socketpair(), socket.socketpair()
+    reading, writing = os.pipe()
+    bell: Any = SimpleNamespace(reading=reading, sound=lambda what: os.write(writing, what))
+    links = [
+        node_ends.Link(ahead, Place(5, 1, "node5", "", [5], 1, b""), 0.0, 0),
+        node_ends.Link(behind, Place(3, 1, "node3", "", [3], 1, b""), 0.0, 1),
+    ]
+    watch = node_ends.NodeEnds(links, bell)
+    for end, link in ((end_behind, links[1]), (end_ahead, links[0])):
+        assert said == []
+        end.close()
+        deadline = time.monotonic() + 30
+        while not link.lost:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    while not said:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    watch.stop()
+    assert said == [3]
+    for descriptor in (reading, writing):
+        os.close(descriptor)
+    for connection in (ahead, behind):
+        connection.close()
 
 
 def refuse(*args: object) -> socket.socket:

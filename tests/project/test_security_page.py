@@ -57,6 +57,7 @@ PLACES = {
     },
     "memory": {
         "mpiddp/flight_recorder/ranks_here.py": SIGN,
+        "mpiddp/process_group/dead_peers.py": "the bell of a node",
         "mpiddp/process_group/node_states.py": SHARED,
         "mpiddp/rendezvous/launched_here.py": SIGN,
         "mpiddp/system/memory_files.py": SHARED,
@@ -75,8 +76,10 @@ PLACES = {
         "mpiddp/checkpoint/shared_folders.py": CHECKPOINTS,
         "mpiddp/checkpoint/writer_lock.py": "the `.lock` of who writes there",
         "mpiddp/flight_recorder/files.py": "records of the flight recorder",
+        "mpiddp/process_group/node_ends.py": "the bell of a node",
         "mpiddp/horovod/timeline.py": "`HOROVOD_TIMELINE`, where you say",
         "mpiddp/mpi/abort.py": "",  # /dev/null
+        "mpiddp/mpi/first_words.py": "the bell of a node",
         "mpiddp/private_folder.py": "must be the user's own",
         "mpiddp/rendezvous/meeting.py": "`mpiddp-job.json` of `elastic.admit`",
         "mpiddp/runner/command.py": "the runner's `--log-dir`",
