@@ -121,6 +121,14 @@ PROGRAMS = (
         ("anemoi-training", "anemoi-models"),
         "trainers/anemoi_shards.py",
         change='accelerator="cpu", scaled_dot_product_attention',
+        # Left to itself, pip tries older ones of each for minutes.
+        more=(
+            *("anemoi-datasets==0.5.47", "anemoi-graphs==0.9.0", "anemoi-models==0.13.0"),
+            *("anemoi-training==0.10.0", "anemoi-transform==0.5.1", "anemoi-utils==0.5.14"),
+            *("earthkit-data==0.20.0", "earthkit-geo==0.5.2", "earthkit-meteo==0.6.2"),
+            *("earthkit-regrid==0.5.1", "earthkit-utils==0.3.0", "zarr==2.18.7"),
+            *("numcodecs==0.15.2", "pandas==2.3.3"),
+        ),
     ),
 )
 
@@ -143,6 +151,9 @@ def install(folder: Path) -> Path:
         (packages / "beside.pth").write_text(f"{here}\n", encoding="utf-8")
         pip = [place / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--quiet"]
         subprocess.run([*pip, "install", "-c", constraints, *sorted(wanted)], check=True)
+        # Some ask for it, none of these needs it, and the registry's does not fit a torch for CPUs:
+        # torchmetrics and transformers import it where it is there, and fail.
+        subprocess.run([*pip, "uninstall", "--yes", "torchvision"], check=True)
         for program in PROGRAMS:
             apart = place / "apart" / program.name
             if program.apart:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from reporting import Report
+from reporting import WORDS, Report
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     GPT2Config,
@@ -21,22 +21,6 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-WORDS = [
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "sits",
-    "runs",
-    "on",
-    "under",
-    "mat",
-    "tree",
-    "green",
-    "red",
-    "quick",
-    "slow",
-]
 SETTINGS = {
     "use_cpu": True, "per_device_train_batch_size": 4, "max_steps": 10, "logging_steps": 1,
     "save_strategy": "no", "report_to": [], "seed": 1, "learning_rate": 1e-2, "disable_tqdm": True,

@@ -1,4 +1,4 @@
-"""What a trainer's script says of itself: its losses, and when each of its steps ended."""
+"""What trainers' scripts share: a report of losses and of when each step ended, and words."""
 
 import json
 import time
@@ -6,7 +6,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Report"]
+__all__ = ["WORDS", "Report"]
+
+# Of which the programs that read words make their sentences.
+WORDS = (
+    *("the", "a", "cat", "dog", "sits", "runs", "on", "under"),
+    *("mat", "tree", "green", "red", "quick", "slow"),
+)
 
 
 class Report:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from reporting import Report
+from reporting import WORDS, Report
 from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
@@ -22,23 +22,6 @@ from sentence_transformers.losses import (
 )
 from sentence_transformers.models import Pooling, Transformer
 from transformers import BertConfig, BertModel, BertTokenizerFast, TrainerCallback
-
-WORDS = [
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "sits",
-    "runs",
-    "on",
-    "under",
-    "mat",
-    "tree",
-    "green",
-    "red",
-    "quick",
-    "slow",
-]
 
 folder = Path(sys.argv[1])
 rank = int(os.environ["RANK"])
