@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpiddp.mpi import datatypes
 from mpiddp.reducer.errors import ranks_of
 
 if TYPE_CHECKING:
@@ -37,6 +36,8 @@ class HookAgreement:
     """
 
     def __init__(self, reducer: ReducerState, travel: str) -> None:
+        from mpiddp.mpi import datatypes  # which would initialise MPI
+
         self._group = group = reducer.process_group
         communicator = reducer.channel.communicator
         own = torch.zeros(_BYTES, dtype=torch.uint8)

@@ -4,6 +4,7 @@ The ranks of one machine pretend to be on several nodes, except in TestHosts.
 """
 
 import contextlib
+import gc
 import os
 import re
 import socket
@@ -81,6 +82,7 @@ def peers(heartbeat: "Heartbeat") -> list[int]:
 
 def sockets() -> int:
     """Return how many are open. Another thread may write a file of the flight recorder."""
+    gc.collect()  # other tests have left some
     found = 0
     for each in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
