@@ -59,8 +59,10 @@ def install() -> None:
     base.profile_hook_step = staticmethod(lambda step: with_hooks(_by_parts(step)))
     for kind in _subclasses(Optimizer):
         step = vars(kind).get("step")
-        if getattr(step, "hooked", False):
-            kind.step = base.profile_hook_step(step.__wrapped__)
+        # Decorators may have copied the mark: only what torch has made has the step below it.
+        below = getattr(step, "__wrapped__", None)
+        if getattr(step, "hooked", False) and below is not None:
+            kind.step = base.profile_hook_step(below)
             kind.step.hooked = True
     # Their types are asked: some objects do more than answer when they are asked for their class.
     for optimizer in filter(lambda each: issubclass(type(each), Optimizer), gc.get_objects()):

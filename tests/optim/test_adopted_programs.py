@@ -77,6 +77,7 @@ def test_plain_script(tmp_path: Path) -> None:
     assert printed.count("shares own KiB 0") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["accelerate_trainer.py", "libraries/fabric_loop.py"])
 def test_libraries(name: str, tmp_path: Path) -> None:
     pytest.importorskip({"a": "accelerate", "l": "lightning_fabric"}[name[0]])
