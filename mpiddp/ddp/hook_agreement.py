@@ -4,9 +4,9 @@ Note [A hook on some ranks]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Registering a hook is collective. So a rank that registers one alone waits there, while the others
 wait for its buffers in a forward or for its gradients in a backward. For this reason all ranks say
-how gradients travel where they would meet for the first time, too: it begins with the first forward
-that copies buffers or the first backward that is reduced, and ends with that backward, beside whose
-communication it costs nothing. It goes through the communicator of the module's own gradients: a
+how gradients travel where they would meet for the first time, too: in the first forward that copies
+buffers, before anything is copied, or beside the communication of the first backward that is
+reduced. It goes through the communicator of the module's own gradients: a
 backward may run in another thread than what this rank calls in the process group meanwhile.
 """
 

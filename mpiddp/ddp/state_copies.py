@@ -29,7 +29,7 @@ class StateCopies(TorchWrapper):
     ) -> None:
         """Copy buffers from a rank to all. Collective. Overrides torch's method of this name."""
         if bufs is None:  # in a forward
-            self.reducer.begin_agreement()
+            self.reducer.reach_agreement()
         tensors = self.modules_buffers if bufs is None else bufs
         if not tensors or self.process_group.size() == 1:
             return

@@ -125,6 +125,19 @@ class TorchReducer(Reducer):
 
     _before_first_reduction = begin_agreement
 
+    def reach_agreement(self) -> None:
+        """Compare how gradients travel before buffers are copied, unless that was done. Collective.
+
+        Raises:
+            RuntimeError: they do not travel alike, or not all ranks came within the group's
+                timeout.
+        """
+        self.begin_agreement()
+        agreement, self.agreement = self.agreement, None
+        seconds = self.process_group.timeout.total_seconds()
+        if agreement is not None and not agreement.wait(seconds):
+            raise self.process_group.timed_out("the copy of buffers", seconds, 0)
+
     def agree_on_hook(self, travel: str) -> None:
         """Raise on all ranks unless they register a hook of the same effect. Collective.
 

@@ -223,7 +223,7 @@ def test_same_arguments_as_torch():
         assert own.kind is inspect.Parameter.KEYWORD_ONLY
         assert own.default is None
         assert sharing.kind is inspect.Parameter.KEYWORD_ONLY
-        assert sharing.default is False
+        assert sharing.default is None
         assert [name for name in ours if name in theirs] == list(theirs)
         added = ours.keys() - theirs.keys()
         changed = {name for name in theirs if ours[name].default != theirs[name].default}
