@@ -233,9 +233,10 @@ def test_error_of_mpi_is_raised_where_backward_waits(tmp_path: Path) -> None:
 
         model = torch.nn.Linear(1000, 10 if rank == 0 or not open_mpi else 5)
         wrapped = DDP(model, init_sync=False, transport="mpi")
-        if not open_mpi:
-            wrapped.process_group.channel_pool._channels[0].communicator.Free()
         inputs = torch.ones(2, 1000, requires_grad=True)
+        if not open_mpi:
+            wrapped(inputs).sum().backward()  # the first one uses the communicator itself
+            wrapped.process_group.channel_pool._channels[0].communicator.Free()
         try:
             wrapped(Pause.apply(inputs)).sum().backward()
         except MPIError as error:

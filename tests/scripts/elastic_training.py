@@ -120,5 +120,6 @@ digest = hashlib.sha256()
 for parameter in model.parameters():
     digest.update(parameter.detach().numpy().tobytes())
 said = {"rank": START, "worlds": worlds, "steps": state.step, "loss": loss, "epoch": state.epoch}
-print(json.dumps(said | {"bits": digest.hexdigest()}), flush=True)
+# At once: launchers mix what ranks write in pieces.
+print(json.dumps(said | {"bits": digest.hexdigest()}) + "\n", end="", flush=True)
 mpiddp.destroy_process_group()
