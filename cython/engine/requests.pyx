@@ -63,9 +63,9 @@ cdef enum:
     TAKEN_BACK = 1
     DROPPED = 2
 
-# Operations that nobody waits for any more: MPI or the engine may still use their memory. Not in
-# the module's dictionary, whose values are None when the interpreter collects its last objects.
-cdef list _abandoned = []
+# Operations that nobody waits for any more: MPI or the engine may still use their memory. None
+# when the interpreter collects its last objects.
+_abandoned = []
 # Those that the engine does not test any more, so that its thread may sleep.
 _dropped = []
 
@@ -306,7 +306,7 @@ cdef class Pending:
         self.expected = -1
 
     def __del__(self):
-        if not self.done and self.later is None:
+        if not self.done and self.later is None and _abandoned is not None:
             _abandoned[:] = [pending for pending in _abandoned if not pending.done]
             _abandoned.append(self)
 
