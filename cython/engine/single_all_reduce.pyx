@@ -48,7 +48,7 @@ cdef class SingleAllReduce:
         self.job.done = 1
 
     def __del__(self):
-        # None: the interpreter collects its last objects.
+        # None: as in requests.pyx.
         if not job_is_done(&self.job) and _abandoned is not None:
             _abandoned.append(self)
 

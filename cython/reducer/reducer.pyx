@@ -57,8 +57,9 @@ _queue_callback = Variable._execution_engine.queue_callback
 _current_autograd_node = torch._C._current_autograd_node
 _is_grad_enabled = torch.is_grad_enabled
 
-# Buckets of reducers that went away while MPI could still write to them; as in requests.pyx.
-cdef list _abandoned = []
+# Buckets of reducers that went away while MPI could still write to them. None when the interpreter
+# collects its last objects.
+_abandoned = []
 
 
 cdef class ParameterHook:
@@ -122,7 +123,7 @@ cdef class Reducer(ReducerState):
         # MPI may still write to a bucket that was launched: keep its memory.
         cdef Bucket bucket
         for bucket in self.buckets or ():
-            if not job_is_done(&bucket.job):
+            if not job_is_done(&bucket.job) and _abandoned is not None:
                 _abandoned.append(bucket)
 
     cdef _register_hook(self, Py_ssize_t index):
