@@ -120,11 +120,6 @@ class _Part(NodeOptimizer):
         self._construct(groups, dict(optimizer.defaults), whole_gradients=True)
         self._has_numbers = any(k.number for m in self._members for k in m.kinds.values())
 
-    @property
-    def shared(self) -> SharedParameters:
-        """The parameters of the wrapper."""
-        return self._shared
-
     def _make(self, groups: list[dict[str, Any]]) -> Optimizer:
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -343,7 +338,8 @@ class Adopted:
                 except TypeError as error:  # the same on all ranks
                     told = [str(error)]
                 else:
-                    optimizer.register_state_dict_post_hook(_with_plain_state)
+                    if len(self._parts) == 1:
+                        optimizer.register_state_dict_post_hook(_with_plain_state)
             if told and shared.group.rank() == 0:
                 warnings.warn(
                     f"{self._name} steps whole parameters on every rank, though the ranks of a "
