@@ -30,5 +30,5 @@ class Channel:
     @property
     def idle(self) -> bool: ...
     def allocate(
-        self, sizes: Sequence[int], tails: Sequence[int] | None = None
+        self, sizes: Sequence[int], tails: Sequence[int] | None = None, once: bool = False
     ) -> list[BucketMemory]: ...

@@ -368,7 +368,7 @@ cdef class Channel:
         ):
             self.engine.step()
 
-    def allocate(self, sizes, tails=None):
+    def allocate(self, sizes, tails=None, bint once=False):
         """Return a `BucketMemory` for each of `sizes` in bytes; on a GPU, a `GpuMemory`.
 
         Collective.
@@ -377,6 +377,8 @@ cdef class Channel:
             sizes: of the buckets, with their tails.
             tails: how many bytes at the end of each stay in host memory. Ignored on the CPU,
                 where all of them do.
+            once: each mean shall lie once for all ranks of a node, in a `CommonMemory`. Ignored
+                where the transport cannot do that.
 
         Raises:
             OSError: some rank has too little memory; raised on all ranks.
@@ -384,6 +386,8 @@ cdef class Channel:
         if self.transport is None:
             return allocate_private(sizes)
         if self.device is None:
+            if once and hasattr(self.transport, "allocate_once"):
+                return self.transport.allocate_once(sizes)
             return self.transport.allocate(sizes)
         return self.transport.allocate(sizes, tails)
 

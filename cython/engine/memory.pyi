@@ -13,6 +13,18 @@ class BucketMemory:
         given_out: int = 0,
     ) -> None: ...
 
+class CommonMemory(BucketMemory):
+    stage: torch.Tensor
+    means: torch.Tensor
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        owner: object,
+        context: int,
+        stage: torch.Tensor,
+        means: torch.Tensor,
+    ) -> None: ...
+
 class GpuMemory(BucketMemory):
     tail: torch.Tensor
     divides_before: bool

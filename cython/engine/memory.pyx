@@ -28,6 +28,26 @@ cdef class BucketMemory:
         self.given_out = <int *>given_out
 
 
+cdef class CommonMemory(BucketMemory):
+    """The memory of one bucket whose mean lies once for all ranks of a node.
+
+    Not collective.
+
+    Args:
+        buffer: a 1-D uint8 tensor, where this rank sees the mean, and may write for itself.
+        owner: kept alive as long as this object; has a method `forget_writes`.
+        context: address of what the transport wants to find in each `Job`.
+        stage: a 1-D uint8 tensor of the same size, where a rank puts what is reduced. All buckets
+            of a set have the same.
+        means: a 1-D uint8 tensor, the mean as all ranks see it.
+    """
+
+    def __init__(self, buffer, owner, size_t context, stage, means):
+        BucketMemory.__init__(self, buffer, owner, context)
+        self.stage = stage
+        self.means = means
+
+
 cdef class GpuMemory(BucketMemory):
     """The memory of one bucket on a GPU, and its tail on the host.
 

@@ -1,6 +1,6 @@
 from mpiddp.engine.engine cimport Channel
 from mpiddp.engine.interface cimport Job
-from mpiddp.engine.memory cimport BucketMemory
+from mpiddp.engine.memory cimport BucketMemory, CommonMemory
 from mpiddp.system.kernels cimport ElementType
 
 
@@ -23,6 +23,8 @@ cdef class Bucket:
     cdef readonly Py_ssize_t index
     cdef readonly tuple parameter_indices
     cdef readonly list views
+    cdef readonly list places       # where gradients are laid to be reduced: `views`, or in a stage
+    cdef readonly CommonMemory common   # the memory, if the mean lies there once for all ranks
     cdef list tensors               # what gradients are set to, made by `tensor_at`
     cdef readonly object buffer
     cdef readonly BucketMemory memory
@@ -38,7 +40,8 @@ cdef class Bucket:
     cdef Py_ssize_t pending         # parameters that are not ready yet
     cdef Py_ssize_t bytes_per_element   # as they travel
     cdef ElementType element            # of the gradients
-    cdef char *flags                # the tail, see Note [Flags behind the gradients]
+    cdef char *flags                # see Note [Flags behind the gradients]
+    cdef object own_flags           # their memory, where the tail is not the bucket's own
     cdef Py_ssize_t flag_count
     cdef Py_ssize_t gradient_elements
     cdef char *first_view           # where the gradients are, and
@@ -50,7 +53,10 @@ cdef class Bucket:
     cdef int fill_from_gradient_buffer(self) except -1
     cdef int read_into_gradient_buffer(self) except -1
     cdef int fill_with_zeros(self) except -1
+    cdef int submit(self) except -1
+    cdef int read_flags(self) except -1
     cdef char *view_address(self, Py_ssize_t position) except? NULL
+    cdef char *place_address(self, Py_ssize_t position) except? NULL
     cdef char *flag_address(self, Py_ssize_t position) noexcept nogil
     cdef void set_flag(self, Py_ssize_t position, bint value) noexcept nogil
     cdef bint flag(self, Py_ssize_t position) noexcept nogil

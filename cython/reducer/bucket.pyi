@@ -3,7 +3,7 @@ from collections.abc import Sequence
 import torch
 
 from mpiddp.engine.engine import Channel
-from mpiddp.engine.memory import BucketMemory
+from mpiddp.engine.memory import BucketMemory, CommonMemory
 
 def supported_dtypes() -> tuple[torch.dtype, ...]: ...
 def view_like(buffer: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor: ...
@@ -19,6 +19,8 @@ class Bucket:
     index: int
     parameter_indices: tuple[int, ...]
     views: list[torch.Tensor]
+    places: list[torch.Tensor]
+    common: CommonMemory | None
     buffer: torch.Tensor | None
     dtype: torch.dtype
     sparse: bool
@@ -46,3 +48,6 @@ class Bucket:
     ) -> None: ...
     @property
     def gradients(self) -> torch.Tensor: ...
+    @property
+    def means(self) -> torch.Tensor | None: ...
+    def own_elements(self) -> list[tuple[int, int]]: ...

@@ -44,17 +44,25 @@ storage moved elsewhere (`module.share_memory()`) or resized, while it stays the
 of its own. This tensor is checked before it is used again (`tensor_at`): if it has left its place,
 a new one is made. A gradient counts as a view only while it lies in its place.
 
+Note [Gradients of a node]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+Where ranks share parameters, the mean of a bucket lies once for all of them (`common`), and so do
+gradients, which are views of it. What a rank gives to the sum it lays into its stage, when the
+bucket is launched: until then gradients are where autograd has put them, and from then on views of
+the mean that is to come. The stage is that of all buckets, so flags have memory of their own, and
+are copied behind the gradients and back.
+
 Note [Hooks in Python]
 ~~~~~~~~~~~~~~~~~~~~~~
 A communication hook in Python moves the gradients itself, and the engine only the flags.
 The gradients lie in `gradient_buffer`, memory that torch may resize, as hooks do.
 """
 
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 import torch
 
-from mpiddp.engine.memory cimport BucketMemory
+from mpiddp.engine.memory cimport BucketMemory, CommonMemory
 from mpiddp.system.copying cimport convert
 from mpiddp.system.kernels cimport (
     ELEMENT_BFLOAT16, ELEMENT_FLOAT16, ELEMENT_FLOAT32, ELEMENT_FLOAT64, ElementType,
@@ -197,7 +205,7 @@ cdef class Bucket:
         self.sparse = sparse
         self.channel = channel
         self.dtype = parameters[0].dtype if dtype is None else dtype
-        self.views = []
+        self.views = self.places = []
         self.tensors = [None] * len(parameters)
         self.job.done = 1
         if sparse:
@@ -231,6 +239,15 @@ cdef class Bucket:
                 self.views.append(view_like(viewed, offset, parameter).data)
                 offset += parameter.numel()
         self.job.data = <char *><size_t>self.buffer.data_ptr()
+        if isinstance(memory, CommonMemory):
+            self.common = memory
+            stage = self.common.stage.view(travels_as)
+            self.job.data = <char *><size_t>stage.data_ptr()
+            self.places = []
+            offset = 0
+            for parameter in parameters:
+                self.places.append(view_like(stage, offset, parameter))
+                offset += parameter.numel()
         self.job.count = self.flag_count * multiple
         self.job.element = element
         self.job.divisor = divisor
@@ -239,6 +256,9 @@ cdef class Bucket:
         if not flags_only:
             self.flags += total * self.bytes_per_element
             self.job.count += total * multiple
+        if self.common is not None:
+            self.own_flags = torch.zeros(self.flag_count, dtype=travels_as)
+            self.flags = <char *><size_t>self.own_flags.data_ptr()
 
     @property
     def gradients(self):
@@ -246,6 +266,27 @@ cdef class Bucket:
         if self.gradient_buffer is not None:
             return self.gradient_buffer
         return self.buffer.narrow(0, 0, sum([view.numel() for view in self.views]))
+
+    @property
+    def means(self):
+        """The gradients as all ranks see them, if they lie once; else None. Not collective."""
+        if self.common is None:
+            return None
+        return self.common.means.view(self.dtype).narrow(0, 0, self.gradient_elements)
+
+    def own_elements(self):
+        """Return what this rank may have written in `gradients` that others do not see.
+
+        Not collective. Pairs of the first element and that behind the last one.
+        """
+        cdef Py_ssize_t start, stop
+        if self.common is None:
+            return []
+        return [
+            (start // self.bytes_per_element,
+             min(stop // self.bytes_per_element, self.gradient_elements))
+            for start, stop in self.common.owner.own_ranges(self.common)
+        ]
 
     cdef object tensor_at(self, Py_ssize_t position):
         """Return what a gradient is set to, see Note [Gradients that are views]."""
@@ -296,7 +337,29 @@ cdef class Bucket:
         if self.flags_only:
             self.gradient_buffer.zero_()
         memset(self.job.data, 0, self.job.count * element_bytes(self.job.element))
+        if self.common is not None:
+            memset(self.flags, 0, self.flag_count * self.bytes_per_element)
         return 0
+
+    cdef int submit(self) except -1:
+        """Hand the bucket to the engine."""
+        cdef size_t before = self.gradient_elements * self.bytes_per_element
+        if self.common is not None:
+            memcpy(self.job.data + before, self.flags, self.flag_count * self.bytes_per_element)
+        self.channel.submit(&self.job)
+        return 0
+
+    cdef int read_flags(self) except -1:
+        """Take the sums of all ranks' flags, when the job is done."""
+        cdef size_t before = self.gradient_elements * self.bytes_per_element
+        cdef char *means
+        if self.common is not None:
+            means = <char *><size_t>self.common.means.data_ptr()
+            memcpy(self.flags, means + before, self.flag_count * self.bytes_per_element)
+        return 0
+
+    cdef char *place_address(self, Py_ssize_t position) except? NULL:
+        return <char *><size_t>self.places[position].data_ptr()
 
     cdef char *view_address(self, Py_ssize_t position) except? NULL:
         return <char *><size_t>self.views[position].data_ptr()

@@ -9,7 +9,8 @@ cdef enum Layout:
 
 
 cdef struct BucketView:
-    char *address           # of the view in the bucket
+    char *address           # where the gradient is laid to be reduced
+    char *mean              # where its mean is: in the view of the bucket
     size_t bytes
     Layout layout
     bint readable           # whether a gradient of this layout can be found without Python

@@ -23,7 +23,8 @@ cdef enum:
 cdef int find_view(BucketView *place, Bucket bucket, Py_ssize_t position) except -1:
     """Describe the place of the bucket's gradient number `position`."""
     view = bucket.views[position]
-    place.address = bucket.view_address(position)
+    place.address = bucket.place_address(position)
+    place.mean = bucket.view_address(position)
     place.bytes = view.numel() * view.element_size()
     if view.is_complex():
         # A lazily conjugated gradient must not be copied by memcpy.
@@ -59,7 +60,7 @@ cdef bint copy_to_view(
     BucketView *place, Bucket bucket, Py_ssize_t position, object gradient
 ) except -1:
     """Copy a gradient to its place and return False; return True if it lies there already."""
-    view = bucket.views[position]
+    view = bucket.places[position]
     cdef char *address = _address_of(place, bucket, view, gradient)
     if address != NULL and bucket.converts:
         bucket.narrow(place.address, address, place.bytes)
@@ -100,9 +101,9 @@ cdef int write_gradient(
                 gradient.copy_(view)
             return 0
     if bucket.converts:
-        bucket.widen(address, place.address, place.bytes)
+        bucket.widen(address, place.mean, place.bytes)
     else:
-        _copy(bucket, address, place.address, place.bytes)
+        _copy(bucket, address, place.mean, place.bytes)
     return 0
 
 
@@ -114,7 +115,7 @@ cdef bint is_in_place(
     if place.bytes == 0:
         return has_gradient(parameter)
     if place.readable:
-        return place.address == plain_gradient(
+        return place.mean == plain_gradient(
             parameter, view, place.dtype, place.layout == LAYOUT_CONTIGUOUS)
     gradient = parameter.grad
     return gradient is not None and is_at(gradient, view)
@@ -138,7 +139,7 @@ cdef bint copy_fast(
     _copy(bucket, place.address, address, place.bytes)
     if becomes_view:
         tensor = bucket.tensors[position]
-        if tensor is None or plain_tensor(tensor, view, place.dtype, contiguous) != place.address:
+        if tensor is None or plain_tensor(tensor, view, place.dtype, contiguous) != place.mean:
             tensor = bucket.tensor_at(position)
         point_gradient(parameter, tensor)
     return True

@@ -55,11 +55,12 @@ def begin(ReducerState reducer not None, double divisor):
 cdef _submit_zeros(ReducerState reducer, Bucket bucket):
     if reducer.gradient_as_bucket_view and (bucket.gradient_buffer is None or bucket.flags_only):
         _move_gradients_out(reducer, bucket)
+    reducer.take_stage(bucket, True)
     bucket.fill_with_zeros()
     bucket.set_flag(INCOMPLETE, True)
     bucket.set_flag(JOINED, True)
     reducer.record(bucket)
-    bucket.channel.submit(&bucket.job)
+    bucket.submit()
 
 
 cdef _move_gradients_out(ReducerState reducer, Bucket bucket):
@@ -110,6 +111,7 @@ def finish(ReducerState reducer not None):
     if not reducer.shadowing:
         return
     _wait(reducer)
+    reducer.forget_writes()
     if reducer.python_hook is not None:
         for bucket in reducer.buckets:
             if not bucket.sparse and not bucket.skipped:

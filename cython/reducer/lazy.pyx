@@ -31,6 +31,8 @@ _storage_users = torch._C._storage_Use_Count
 
 cdef int release(Bucket bucket) except -1:
     """Give back the memory of gradients that have been copied out."""
+    if bucket.common is not None:
+        return 0            # all ranks see it
     if not bucket.on_gpu and not bucket.flags_only and bucket.gradient_buffer is None:
         give_back(bucket.job.data, bucket.gradient_elements * bucket.bytes_per_element)
     return 0

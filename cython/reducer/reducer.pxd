@@ -6,12 +6,10 @@ from mpiddp.reducer.state cimport ReducerState
 cdef class Reducer(ReducerState):
     cdef _register_hook(self, Py_ssize_t index)
     cdef int parameter_ready(self, Py_ssize_t index, object parameter, bint last) except -1
-    cdef int take_late(self) except -1
     cdef int count_hook(self, Py_ssize_t index) except -1
     cdef int queue_callback(self) except -1
-    cdef bint notice(self, Py_ssize_t index, object parameter) except -1
     cdef int note_hook(self, Py_ssize_t index, object parameter) except -1
-    cdef int launch_full_buckets(self) except -1
+    cdef int launch_full_buckets(self, bint must=*) except -1
 
 
 cdef class ParameterHook:

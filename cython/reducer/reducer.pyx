@@ -207,8 +207,9 @@ cdef class Reducer(ReducerState):
         if not last:
             self.late.append(index)
             return 0
-        if state.view.within_reach and not self.grads_before and copy_fast(
-            &state.view, bucket, state.position, parameter, self.gradient_as_bucket_view
+        if state.view.within_reach and not self.grads_before and (
+            has_gradient(parameter) if bucket.common is not None else copy_fast(
+                &state.view, bucket, state.position, parameter, self.gradient_as_bucket_view)
         ):
             state.used = True
             bucket.set_flag(state.position, True)
@@ -222,23 +223,6 @@ cdef class Reducer(ReducerState):
         if self.ready < len(self.parameters) or not has_helpers():
             self.channel.poke()
         return 0
-
-    cdef int take_late(self) except -1:
-        """Take the gradients that hooks after ours may have changed."""
-        late, self.late = self.late, []
-        for index in late:
-            parameter = self.parameters[index]
-            self.mark_ready(index, parameter, parameter.grad, self.notice(index, parameter))
-        return 0
-
-    cdef bint notice(self, Py_ssize_t index, object parameter) except -1:
-        """Note and return whether the hook of a parameter has brought a gradient."""
-        if not has_gradient(parameter) or (
-            self.grads_before and self._is_old(index, parameter.grad)
-        ):
-            return False
-        self.states[index].used = True
-        return True
 
     cdef int note_hook(self, Py_ssize_t index, object parameter) except -1:
         """Take note of a hook that does not make its parameter ready."""
@@ -288,8 +272,12 @@ cdef class Reducer(ReducerState):
                 self.launch_full_buckets()
         return 0
 
-    cdef int launch_full_buckets(self) except -1:
-        """Submit the buckets that are full, strictly in order of index."""
+    cdef int launch_full_buckets(self, bint must=False) except -1:
+        """Submit the buckets that are full, strictly in order of index.
+
+        Args:
+            must: this is the end of backward: wait for a stage, see `take_stage`.
+        """
         cdef Bucket bucket
         if self.launching:
             return 0        # the thread of another device is here and submits them
@@ -300,13 +288,17 @@ cdef class Reducer(ReducerState):
                 if bucket.pending:
                     break
                 if not bucket.sparse and not bucket.skipped:
+                    if not self.take_stage(bucket, must):
+                        break
+                    if bucket.common is not None:
+                        self.fill_stage(bucket)
                     bucket.fill_from_gradient_buffer()
                     if bucket.index == self.counting and self.passes is not None:
                         bucket.set_count(self.passes.settle())
                     if self.profile is not None:
                         self.profile.begin(bucket.index)
                     self.record(bucket)
-                    bucket.channel.submit(&bucket.job)
+                    bucket.submit()
                 if self.next_bucket == 0:
                     self.communication_began = now()
                 self.next_bucket += 1
@@ -315,6 +307,11 @@ cdef class Reducer(ReducerState):
         finally:
             self.launching = False
         return 0
+
+    def launch_held_back(self):
+        """Launch full buckets whose stage has become free. Not collective."""
+        if self.expecting:
+            self.launch_full_buckets()
 
     # The end of backward.
 
@@ -339,7 +336,7 @@ cdef class Reducer(ReducerState):
                 static_graph.learn(self)
             else:
                 unused.contribute(self)
-        self.launch_full_buckets()
+        self.launch_full_buckets(True)
         if not self.ends_by_hand:
             self.finish_backward()
 
@@ -352,6 +349,7 @@ cdef class Reducer(ReducerState):
         cdef Py_ssize_t index
         self.backward_ended = now()
         self.incomplete = False
+        self.forget_writes()
         for bucket in self.buckets:
             if bucket.sparse or bucket.skipped:
                 continue

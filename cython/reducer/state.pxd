@@ -66,6 +66,9 @@ cdef class ReducerState:
     cdef public bint out_of_step    # the ranks have counted different numbers of them
     cdef readonly Py_ssize_t waiting_for     # the bucket that this rank waits for, -1: none
     cdef readonly Py_ssize_t reductions
+    cdef public bint gradients_once   # for all ranks of a node, where the transport can
+    cdef Bucket in_stage            # that was laid there last, see Note [Gradients of a node]
+    cdef bint is_alone              # other ranks do not come in this backward
     cdef public object agreement    # what the ranks compare in their first reduction, or None
     cdef readonly list unused               # parameters without a gradient in the last backward
     # Of the last iteration, for the logger, in seconds on the monotonic clock.
@@ -85,8 +88,14 @@ cdef class ReducerState:
     cdef int mark_ready(
         self, Py_ssize_t index, object parameter, object gradient, bint brought
     ) except -1
+    cdef int take_late(self) except -1
+    cdef bint notice(self, Py_ssize_t index, object parameter) except -1
     cdef int copy_out(self, Py_ssize_t index) except -1
     cdef int wait_for(self, Bucket bucket) except -1
+    cdef int wait_for_job(self, Bucket bucket) except -1
+    cdef bint take_stage(self, Bucket bucket, bint must) except -1
+    cdef int fill_stage(self, Bucket bucket) except -1
+    cdef int forget_writes(self) except -1
     cpdef int set_divisor(self, double divisor) except -1
     cdef int check_view(self, Py_ssize_t index) except -1
     cdef int move_strangers_out(self) except -1

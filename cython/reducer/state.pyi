@@ -61,7 +61,9 @@ class ReducerState:
         skip_unused: bool = False,
         lazy_buckets: bool = False,
         mixed_precision: tuple[torch.dtype, torch.dtype] | None = None,
+        gradients_once: bool = False,
     ) -> None: ...
+    gradients_once: bool
     @property
     def assign_buckets(self) -> Any: ...
     def note_error(self, error: Exception) -> None: ...

@@ -7,12 +7,17 @@ gradients, build on this.
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
+import weakref
+
 import torch
 
-from mpiddp.engine.engine cimport WAIT_TIMED_OUT
+from mpiddp.engine.engine cimport WAIT_TIMED_OUT, WaitStatus
 from mpiddp.flight_recorder.ring cimport begin_bucket
 from mpiddp.reducer.bucket cimport INCOMPLETE, JOINED, MISSED, Bucket
-from mpiddp.reducer.bucket_views cimport copy_to_view, find_view, is_in_place, write_gradient
+from mpiddp.engine.progress cimport job_is_done
+from mpiddp.reducer.bucket_views cimport (
+    copy_fast, copy_to_view, find_view, is_in_place, write_gradient,
+)
 from mpiddp.reducer.gpu_bucket cimport GpuBucket
 from mpiddp.system.posix cimport now
 from mpiddp.torch_internals.tensors cimport gradient_address, has_gradient
@@ -25,6 +30,22 @@ _strided = torch.strided
 
 cdef enum:
     MOST_BUCKETS = 1 << 24      # as BUCKETS in flight_recorder/sources.py
+
+
+# Seconds in which a backward waits for ranks that are behind, so that its gradients need no more
+# memory. Where they are not behind, but wait for this rank elsewhere, it goes on.
+cdef double PATIENCE = 2.0
+
+# Reducers that have gone on like that. What they hold back others may wait for, while this rank
+# waits for these in another module: so it launches that between two looks.
+_behind = weakref.WeakSet()
+cdef double TURN = 0.01
+
+
+cdef int _launch_behind() except -1:
+    for reducer in list(_behind):
+        reducer.launch_held_back()
+    return 0
 
 
 cdef class ReducerState:
@@ -50,12 +71,15 @@ cdef class ReducerState:
         lazy_buckets: `lazy_bucket_allocation` of torch's class.
         mixed_precision: the dtype of the gradients and that in which a hook in Python gets them,
             if these are not the parameters'; not together with views.
+        gradients_once: whether the ranks of a node share the means, where the transport can and no
+            hook moves them; only with views.
     """
 
     def __init__(self, parameters, process_group, dict channels not None, assign_buckets,
                  describe_parameter, report_missing, *, expect_sparse=None,
                  bint find_unused_parameters=False, bint gradient_as_bucket_view=False,
-                 bint skip_unused=False, bint lazy_buckets=False, mixed_precision=None):
+                 bint skip_unused=False, bint lazy_buckets=False, mixed_precision=None,
+                 bint gradients_once=False):
         cdef Py_ssize_t index, count = len(parameters)
         self.parameters = list(parameters)
         self.process_group = process_group
@@ -72,6 +96,7 @@ cdef class ReducerState:
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.skip_unused = skip_unused
         self.lazy_buckets = lazy_buckets
+        self.gradients_once = gradients_once
         self.compare_gradients = find_unused_parameters
         self.waiting_for = -1
         self.record_source = -1
@@ -131,6 +156,7 @@ cdef class ReducerState:
                 (<GpuBucket>bucket).forget()
         self.next_bucket = 0
         self.ready = 0
+        self.is_alone = False
         self.late.clear()
 
     cdef int mark_ready(
@@ -142,12 +168,30 @@ cdef class ReducerState:
         self.ready += 1
         if not bucket.sparse and not bucket.skipped:
             if brought:
-                self.copy_in(index, parameter, gradient)
+                if bucket.common is None:
+                    self.copy_in(index, parameter, gradient)
                 bucket.set_flag(state.position, True)
             else:
                 self.contribute_old(index, parameter, gradient)
         bucket.pending -= 1     # last: the thread of another device may be launching buckets
         return 0
+
+    cdef int take_late(self) except -1:
+        """Take the gradients that hooks after ours may have changed."""
+        late, self.late = self.late, []
+        for index in late:
+            parameter = self.parameters[index]
+            self.mark_ready(index, parameter, parameter.grad, self.notice(index, parameter))
+        return 0
+
+    cdef bint notice(self, Py_ssize_t index, object parameter) except -1:
+        """Note and return whether the hook of a parameter has brought a gradient."""
+        if not has_gradient(parameter) or (
+            self.grads_before and self._is_old(index, parameter.grad)
+        ):
+            return False
+        self.states[index].used = True
+        return True
 
     cdef int copy_in(self, Py_ssize_t index, object parameter, object gradient) except -1:
         """Copy `gradient` into the bucket; with views, point `.grad` there."""
@@ -164,8 +208,10 @@ cdef class ReducerState:
             parameter.grad = bucket.tensor_at(state.position)
         return 0
 
-    cdef int wait_for(self, Bucket bucket) except -1:
-        """Wait for the mean of a bucket; note the parameters that no rank used."""
+    cdef int wait_for_job(self, Bucket bucket) except -1:
+        """Wait for the engine to have reduced a bucket."""
+        cdef double limit, last
+        cdef WaitStatus status
         self.waiting_for = bucket.index
         try:
             limit = self.process_group.timeout.total_seconds()  # it may have been set since
@@ -173,7 +219,14 @@ cdef class ReducerState:
                 agreement, self.agreement = self.agreement, None
                 if not agreement.wait(limit):
                     raise_timed_out(self, bucket, explain_missing(self, bucket))
-            if bucket.channel.wait(&bucket.job, limit) == WAIT_TIMED_OUT:
+            status = WAIT_TIMED_OUT
+            last = now() + limit
+            while _behind and status == WAIT_TIMED_OUT and now() < last:
+                _launch_behind()
+                status = bucket.channel.wait(&bucket.job, min(TURN, limit))
+            if status == WAIT_TIMED_OUT:
+                status = bucket.channel.wait(&bucket.job, limit if not _behind else 0)
+            if status == WAIT_TIMED_OUT:
                 raise_timed_out(self, bucket, explain_missing(self, bucket))
         except BaseException:
             # Nobody waits for the others of this backward either.
@@ -181,6 +234,12 @@ cdef class ReducerState:
             raise
         finally:
             self.waiting_for = -1
+        return 0
+
+    cdef int wait_for(self, Bucket bucket) except -1:
+        """Wait for the mean of a bucket; note the parameters that no rank used."""
+        self.wait_for_job(bucket)
+        bucket.read_flags()
         if self.profile is not None:
             self.profile.end(bucket.index)
         if bucket.on_gpu:
@@ -193,6 +252,57 @@ cdef class ReducerState:
                     self.unused_everywhere.add(index)
         return 0
 
+    # Gradients that lie once, see Note [Gradients of a node] in bucket.pyx.
+
+    cdef bint take_stage(self, Bucket bucket, bint must) except -1:
+        """Wait for the bucket that is in the stage; return whether it is reduced.
+
+        Args:
+            bucket: that is about to be launched.
+            must: wait as long as for means; else for PATIENCE seconds, and once in a backward.
+        """
+        cdef Bucket other = self.in_stage
+        if bucket.common is None:
+            return True
+        if other is not None and not job_is_done(&other.job):
+            if must:
+                self.wait_for_job(other)
+            elif self.is_alone or other.channel.wait(&other.job, PATIENCE) == WAIT_TIMED_OUT:
+                self.is_alone = True
+                _behind.add(self)
+                return False
+        if must or self.is_alone:
+            _behind.discard(self)
+        self.in_stage = bucket
+        return True
+
+    cdef int fill_stage(self, Bucket bucket) except -1:
+        """Lay this rank's gradients where they are reduced; they are views of the means then."""
+        cdef ParameterState *state
+        cdef Py_ssize_t index
+        for index in bucket.parameter_indices:
+            state = &self.states[index]
+            parameter = self.parameters[index]
+            if state.view.within_reach and copy_fast(
+                &state.view, bucket, state.position, parameter, True
+            ):
+                continue
+            gradient = parameter.grad
+            if gradient is None:
+                memset(state.view.address, 0, state.view.bytes)
+            else:
+                self.copy_in(index, parameter, gradient)
+        return 0
+
+    cdef int forget_writes(self) except -1:
+        """See the means that are there now, or are to come, where this rank has written."""
+        cdef Bucket bucket
+        for bucket in self.buckets:
+            if bucket.common is not None:
+                bucket.common.owner.forget_writes()     # of all buckets
+                break
+        return 0
+
     def note_error(self, error):
         """Take note of an error that a hook is about to raise. Not collective."""
 
@@ -203,7 +313,10 @@ cdef class ReducerState:
         """Contribute what earlier backwards left, or zeros; flag whether that is a gradient."""
         cdef ParameterState *state = &self.states[index]
         cdef Bucket bucket = <Bucket>self.buckets[state.bucket]
-        if gradient is None:
+        if bucket.common is not None:
+            if gradient is not None and not state.used:
+                self.set_aside[index] = gradient.clone()
+        elif gradient is None:
             if bucket.on_gpu:
                 (<GpuBucket>bucket).clear(state.position)
             else:
@@ -322,7 +435,7 @@ cdef class ReducerState:
                 continue
             parameter = self.parameters[index]
             address = gradient_address(parameter)
-            if address == NULL or address == self.states[index].view.address:
+            if address == NULL or address == self.states[index].view.mean:
                 continue
             for bucket in self.buckets:
                 if bucket.first_view <= address < bucket.last_view_end:

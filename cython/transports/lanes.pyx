@@ -27,10 +27,12 @@ from mpiddp.engine.interface cimport (
 from mpiddp.system.kernels cimport element_bytes
 from mpiddp.transports cimport wire
 from mpiddp.transports.shared cimport (
-    SharedBucket, all_arrived, all_finished, announce, finish_chunk, sleep, take_ticket,
+    all_arrived, all_finished, announce, finish_chunk, sleep, take_ticket,
 )
+from mpiddp.transports.shared_buckets cimport SharedBucket
 from mpiddp.mpi.communicators import note
-from mpiddp.transports.shared import SharedBuckets, make_bell
+from mpiddp.transports.shared import make_bell
+from mpiddp.transports.shared_buckets import SharedBuckets
 from mpiddp.transports.wire import Wire
 
 

@@ -16,12 +16,6 @@ A bucket with fewer chunks than ranks belongs to whoever comes first, which is t
 rank to fill it: so small buckets cost one meeting, not two. For a single chunk it wakes nobody
 before the mean is there.
 
-Note [Means for owners only]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Where each rank steps only its part of the parameters, the mean of a chunk is needed in one place.
-After `send_to_owners` it is written to the chunk's owner alone (`owner_of`), and the other ranks
-keep their own gradients there. Chunks that hold flags still go to all ranks.
-
 Note [No lock, no reset]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 A rank fills its bucket for the next round only after all chunks of this one are finished,
@@ -31,11 +25,8 @@ another one still reads, and counters that only grow need no reset. They wrap ar
 """
 
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport int32_t, uint32_t, uintptr_t
-from libc.stdlib cimport calloc, free
+from libc.stdint cimport int32_t, uint32_t
 from posix.time cimport timespec
-
-import torch
 
 from mpiddp.engine.engine cimport has_failed, look_if_due
 from mpiddp.engine.interface cimport (
@@ -45,9 +36,10 @@ from mpiddp.system.helpers cimport share
 from mpiddp.system.kernels cimport element_bytes, selected_kernels
 from mpiddp.system.posix cimport as_timespec, now, store
 from mpiddp.system.running_time cimport look
+from mpiddp.transports.shared_buckets cimport SharedBucket
 from mpiddp.transports.shared_memory cimport Mapping
-from mpiddp.engine.memory import BucketMemory
 from mpiddp.transports import shared_memory
+from mpiddp.transports.shared_buckets import SharedBuckets
 
 
 cdef extern from *:
@@ -220,10 +212,9 @@ cdef void reduce_chunk(SharedState *state, Job *job, uint32_t chunk) noexcept no
     cdef size_t elements = state.chunk_bytes // element_bytes(job.element)
     cdef size_t first = chunk * elements
     cdef size_t count = min(elements, job.count - first)
-    if chunk < bucket.owned:
+    if bucket.means != NULL:
         selected_kernels().mean_to(
-            job.element,
-            bucket.buffers[owner_of(bucket, chunk, state.ranks)] + chunk * state.chunk_bytes,
+            job.element, bucket.means + chunk * state.chunk_bytes,
             bucket.buffers, state.ranks, first, count, job.divisor,
         )
     else:
@@ -231,13 +222,6 @@ cdef void reduce_chunk(SharedState *state, Job *job, uint32_t chunk) noexcept no
             job.element, bucket.buffers, state.ranks, first, count, job.divisor,
         )
     finish_chunk(state, bucket)
-
-
-cdef size_t owner_of(SharedBucket *bucket, size_t chunk, size_t ranks) noexcept nogil:
-    """Return the rank whose chunk it is; also of a bucket with fewer chunks than ranks."""
-    if bucket.chunks < ranks:
-        return (bucket.index + chunk) % ranks
-    return ((chunk + 1) * ranks - 1) // bucket.chunks
 
 
 cdef int take_chunk(SharedBucket *bucket, uint32_t chunk) noexcept nogil:
@@ -297,106 +281,6 @@ def make_bell(node, size_t state):
     return first
 
 
-cdef class SharedBuckets:
-    """The memory of one set of buckets on all ranks of a node, and where they meet.
-
-    Collective over `node`.
-
-    Args:
-        node: an mpi4py communicator whose ranks share memory.
-        sizes: of the buckets in bytes, the same on all ranks.
-        chunk_bytes: size of a chunk in bytes.
-        longer: how many bytes more than that the last chunk of a bucket may have.
-
-    Raises:
-        OSError: some rank cannot make or map some memory; raised on all ranks.
-    """
-
-    def __init__(self, node, sizes, size_t chunk_bytes, size_t longer=0):
-        cdef size_t ranks = node.Get_size()
-        cdef size_t index, rank, place, chunks
-        cdef Mapping mapping
-        cdef SharedBucket *bucket
-        self.chunk_bytes = chunk_bytes
-        chunk_counts = [max(-(-(size - longer) // chunk_bytes), size > 0) for size in sizes]
-        # First the meetings, used in rank 0's piece only; then the gradients.
-        meetings = [sizeof(Meeting) + _whole_lines(4 * chunks) for chunks in chunk_counts]
-        self.mappings = shared_memory.allocate(
-            node, sum(meetings) + sum([_whole_lines(size) for size in sizes]) + CACHE_LINE
-        )
-        self.buckets = <SharedBucket *>calloc(max(len(sizes), 1), sizeof(SharedBucket))
-        self.buffers = <char **>calloc(max(len(sizes), 1) * ranks, sizeof(char *))
-        if self.buckets == NULL or self.buffers == NULL:
-            raise MemoryError
-        mapping = self.mappings[0]
-        place = 0
-        for index in range(len(sizes)):
-            bucket = &self.buckets[index]
-            bucket.meeting = <Meeting *>(mapping.address + place)
-            bucket.claims = <uint32_t *>(mapping.address + place + sizeof(Meeting))
-            bucket.index = index
-            bucket.chunks = chunk_counts[index]
-            bucket.buffers = self.buffers + index * ranks
-            place += meetings[index]
-        for index in range(len(sizes)):
-            for rank in range(ranks):
-                mapping = self.mappings[rank]
-                self.buckets[index].buffers[rank] = mapping.address + place
-            place += _whole_lines(sizes[index])
-
-    def __dealloc__(self):
-        free(self.buckets)
-        free(self.buffers)
-
-    def memories(self, sizes, Py_ssize_t rank):
-        """Return the `BucketMemory` of each bucket of rank `rank`. Not collective."""
-        cdef size_t index
-        cdef Mapping own = self.mappings[rank]
-        everything = torch.frombuffer(own, dtype=torch.uint8)
-        result = []
-        for index, size in enumerate(sizes):
-            start = self.buckets[index].buffers[rank] - own.address
-            result.append(
-                BucketMemory(
-                    everything[start:start + size], self, <uintptr_t>&self.buckets[index],
-                    <uintptr_t>&own.segment.given_out,
-                )
-            )
-        return result
-
-    @property
-    def ranks(self):
-        """How many ranks the node has. Not collective."""
-        return len(self.mappings)
-
-    def owners(self, Py_ssize_t bucket):
-        """Return the rank that owns each chunk of a bucket, as a list. Not collective."""
-        cdef SharedBucket *found = &self.buckets[bucket]
-        return [owner_of(found, chunk, len(self.mappings)) for chunk in range(found.chunks)]
-
-    def send_to_owners(self, gradient_bytes):
-        """Write means to their owners only, see Note [Means for owners only].
-
-        All ranks call it between two reductions. Not collective.
-
-        Args:
-            gradient_bytes: of each bucket, without its flags.
-        """
-        cdef Py_ssize_t index
-        for index, size in enumerate(gradient_bytes):
-            self.buckets[index].owned = size // self.chunk_bytes
-
-    def buffer(self, Py_ssize_t bucket, Py_ssize_t rank, size):
-        """Return the first `size` bytes of a rank's bucket as a uint8 tensor. Not collective."""
-        cdef Mapping mapping = self.mappings[rank]
-        start = self.buckets[bucket].buffers[rank] - mapping.address
-        return torch.frombuffer(mapping, dtype=torch.uint8)[start:start + size]
-
-
-def _whole_lines(size):
-    return -(-size // CACHE_LINE) * CACHE_LINE
-
-
 cdef class SharedTransport:
     """Means of gradients over the ranks of one node, in shared memory.
 
@@ -439,8 +323,21 @@ cdef class SharedTransport:
         Raises:
             OSError: some rank has too little memory; raised on all ranks.
         """
-        buckets = SharedBuckets(self.node, sizes, self.state.chunk_bytes)
-        buckets.has_owners = True
+        return self._allocate(sizes, False)
+
+    def allocate_once(self, sizes):
+        """Return a `CommonMemory` for each of `sizes` in bytes, see Note [Means that lie once].
+
+        Collective.
+
+        Raises:
+            OSError: some rank has too little memory; raised on all ranks.
+        """
+        return self._allocate(sizes, True)
+
+    def _allocate(self, sizes, once):
+        buckets = SharedBuckets(
+            self.node, sizes, self.state.chunk_bytes, has_owners=True, once=once)
         return buckets.memories(sizes, self.state.rank)
 
     def free(self):

@@ -19,5 +19,4 @@ cdef class Mapping:
 
     cdef void _enlist(self) noexcept nogil
     cdef void _strike_off(self) noexcept nogil
-    cdef int _map_again(self, int kind) except -1
-    cdef object _own_pages(self)
+    cdef object _own_pages(self, Py_ssize_t start, Py_ssize_t end)

@@ -86,6 +86,7 @@ cdef extern from *:
     #define MADV_POPULATE_WRITE 23      /* Linux 5.14 */
     #endif
     """
+    const int MADV_DONTNEED
     const int MADV_HUGEPAGE
     const int MADV_POPULATE_WRITE
 
@@ -229,17 +230,14 @@ cdef class Mapping:
         Raises:
             OSError: the kernel refuses.
         """
-        self._map_again(MAP_PRIVATE | MAP_NORESERVE)
+        if mmap(
+            self.address, self.size, PROT_READ | PROT_WRITE,
+            MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED, self.segment.descriptor, 0,
+        ) == MAP_FAILED:
+            raise OSError(errno, f"mmap of {self.size} bytes: {os.strerror(errno)}")
+        if self.size >= LARGE_PAGES_FROM:
+            madvise(self.address, self.size, MADV_HUGEPAGE)
         self.segment.own_writes = True
-
-    def share_again(self):
-        """Show the file again, as all ranks see it. Not collective.
-
-        Raises:
-            OSError: the kernel refuses.
-        """
-        self._map_again(MAP_SHARED)
-        self.segment.own_writes = False
 
     def another(self):
         """Return another mapping of the same file, which is shared. Not collective.
@@ -265,7 +263,7 @@ cdef class Mapping:
         cdef size_t start, size, at
         cdef unsigned long long word
         pages = []
-        for start in self._own_pages():
+        for start in self._own_pages(0, self.size):
             size = min(<size_t>PAGE, <size_t>self.size - start)
             if not memcmp(file.address + start, self.address + start, size):
                 continue
@@ -285,22 +283,40 @@ cdef class Mapping:
             file: another mapping of the file, which is shared.
         """
         cdef size_t start, size
-        for start in self._own_pages():
+        for start in self._own_pages(0, self.size):
             size = min(<size_t>PAGE, <size_t>self.size - start)
             if memcmp(file.address + start, self.address + start, size):
                 memcpy(file.address + start, self.address + start, size)
+
+    def forget_writes(self):
+        """See again what is in the file, after `make_private`. Not collective.
+
+        Raises:
+            OSError: the kernel refuses.
+        """
+        cdef size_t start, end
+        for start, end in self.own_ranges(0, self.size):
+            if madvise(self.address + start, end - start, MADV_DONTNEED):
+                raise OSError(errno, f"madvise: {os.strerror(errno)}")
+
+    def own_ranges(self, Py_ssize_t start, Py_ssize_t end):
+        """Return first and last byte (exclusive) of what may be this process's own, in order.
+
+        Not collective. Of what lies between two bytes, the first at the begin of a page.
+        """
+        return _whole_pages((page, page + 1) for page in self._own_pages(start, end))
 
     def has_own_pages(self):
         """Return whether this process has written there since `make_private`. Not collective.
 
         True, too, where the kernel does not tell.
         """
-        return bool(self._own_pages())
+        return bool(self._own_pages(0, self.size))
 
-    cdef object _own_pages(self):
+    cdef object _own_pages(self, Py_ssize_t start, Py_ssize_t end):
         """Return the first byte of each page that is this process's own, of all if unknown."""
-        cdef size_t first = <size_t>self.address // PAGE
-        cdef size_t count = (<size_t>self.size + PAGE - 1) // PAGE
+        cdef size_t first = (<size_t>self.address + start) // PAGE
+        cdef size_t count = (<size_t>(end - start) + PAGE - 1) // PAGE
         cdef size_t done = 0, at, found
         cdef const unsigned long long[::1] entries
         cdef unsigned long long entry
@@ -320,23 +336,13 @@ cdef class Mapping:
                     for at in range(found):
                         entry = entries[at]
                         if entry & PRESENT and not entry & OF_FILE:
-                            own.append((done + at) * PAGE)
+                            own.append(start + <Py_ssize_t>(done + at) * PAGE)
                     done += found
             finally:
                 os.close(descriptor)
         except OSError:
-            return range(0, self.size, PAGE)
+            return range(start, end, PAGE)
         return own
-
-    cdef int _map_again(self, int kind) except -1:
-        if mmap(
-            self.address, self.size, PROT_READ | PROT_WRITE, kind | MAP_FIXED,
-            self.segment.descriptor, 0,
-        ) == MAP_FAILED:
-            raise OSError(errno, f"mmap of {self.size} bytes: {os.strerror(errno)}")
-        if self.size >= LARGE_PAGES_FROM:
-            madvise(self.address, self.size, MADV_HUGEPAGE)
-        return 0
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         PyBuffer_FillInfo(buffer, self, self.address, self.size, 0, flags)

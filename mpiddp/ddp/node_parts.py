@@ -2,19 +2,26 @@
 
 A rank owns the chunks of each bucket whose mean the transport inside the node gives to it, see
 Note [Who reduces a chunk] in shared.pyx. So what it averages is what it steps.
+
+Note [The same cuts on all nodes]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+torch computes most of a tensor with vectors, and the last elements one by one. In 16 bits the two
+round at different moments (seen with SGD and Adam), so an element's bits depend on where the tensor
+ends that is stepped. Nodes with other numbers of ranks have other owners. Therefore each node cuts
+wherever any of them does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
 from mpiddp.reducer.bucket import bytes_needed
-from mpiddp.transports.shared import SharedBuckets
+from mpiddp.transports.shared_buckets import SharedBuckets
 
 if TYPE_CHECKING:
     from mpiddp.reducer.bucket import Bucket
@@ -54,6 +61,7 @@ class BucketLayout:
         sizes: number of elements of each parameter, by its index in the reducer.
         chunk_bytes: what belongs to one rank at least.
         owners: rank in the node of each chunk.
+        borders: chunks that begin with another owner than the one before, on some node.
     """
 
     dtype: torch.dtype
@@ -61,6 +69,7 @@ class BucketLayout:
     sizes: dict[int, int]
     chunk_bytes: int
     owners: tuple[int, ...]
+    borders: frozenset[int]
 
     @property
     def elements(self) -> int:
@@ -85,7 +94,7 @@ class BucketLayout:
                 yield list(indices)
 
     def parts(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int, int]]:
-        """Yield start, stop and owner of what belongs to one rank each, in order.
+        """Yield start, stop and owner of what belongs to one rank on each node, in order.
 
         Args:
             start: first element.
@@ -96,7 +105,7 @@ class BucketLayout:
         while start < stop:
             chunk = start // size
             owner = self.owners[chunk]
-            while (chunk + 1) * size < stop and self.owners[chunk + 1] == owner:
+            while (chunk + 1) * size < stop and chunk + 1 not in self.borders:
                 chunk += 1
             end = min((chunk + 1) * size, stop)
             yield start, end, owner
@@ -113,13 +122,16 @@ def owner_of(chunk: int, chunks: int, bucket: int, ranks: int) -> int:
     return ((chunk + 1) * ranks - 1) // chunks
 
 
-def lay_out(bucket: Bucket, parameters: Sequence[torch.Tensor], ranks: int) -> BucketLayout:
+def lay_out(
+    bucket: Bucket, parameters: Sequence[torch.Tensor], ranks: int, sizes: Iterable[int]
+) -> BucketLayout:
     """Return the layout of a bucket. Not collective.
 
     Args:
         bucket: a bucket on the CPU that is not sparse.
         parameters: of the reducer.
         ranks: how many the node has.
+        sizes: how many each node has.
     """
     members = [parameters[index] for index in bucket.parameter_indices]
     memory = bucket.memory.owner if bucket.memory is not None else None
@@ -127,12 +139,22 @@ def lay_out(bucket: Bucket, parameters: Sequence[torch.Tensor], ranks: int) -> B
     chunk_bytes = memory.chunk_bytes if isinstance(memory, SharedBuckets) and has_owners else 0
     chunk_bytes = chunk_bytes or CHUNK_BYTES
     chunks = -(-bytes_needed(members) // chunk_bytes)
-    starts, sizes, start = {}, {}, 0
+    starts, lengths, start = {}, {}, 0
     for index, member in zip(bucket.parameter_indices, members, strict=True):
-        starts[index], sizes[index] = start, member.numel()
+        starts[index], lengths[index] = start, member.numel()
         start += member.numel()
-    owners = tuple(owner_of(chunk, chunks, bucket.index, ranks) for chunk in range(chunks))
-    return BucketLayout(members[0].dtype, starts, sizes, chunk_bytes, owners)
+    owners = _owners(chunks, bucket.index, ranks)
+    borders = frozenset(
+        chunk
+        for each in {ranks, *sizes}
+        for chunk, (before, owner) in enumerate(pairwise(_owners(chunks, bucket.index, each)), 1)
+        if before != owner
+    )
+    return BucketLayout(members[0].dtype, starts, lengths, chunk_bytes, owners, borders)
+
+
+def _owners(chunks: int, bucket: int, ranks: int) -> tuple[int, ...]:
+    return tuple(owner_of(chunk, chunks, bucket, ranks) for chunk in range(chunks))
 
 
 def cut(

@@ -102,14 +102,9 @@ class ParameterSharing(TorchWrapper):
         """See that parameters may be read. Overrides torch's method of this name."""
         if self._shared_parameters is not None:
             self._shared_parameters.check()
+            if torch.is_grad_enabled():
+                self._shared_parameters.scaling.multiply_all()
         return super()._pre_forward(*inputs, **kwargs)
-
-    def _post_forward(self, output: Any) -> Any:
-        """Complete gradients that will be added to. Overrides torch's method of this name."""
-        output = super()._post_forward(output)
-        if self._shared_parameters is not None and torch.is_grad_enabled():
-            self._shared_parameters.watch_backward()
-        return output
 
 
 class _ModuleHook:

@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpiddp.ddp import shared_reads
+from mpiddp.ddp.mean_scaling import MeanScaling
 from mpiddp.ddp.node_parts import BucketLayout, lay_out
-from mpiddp.ddp.partial_means import PartialMeans
 from mpiddp.engine import forks
 from mpiddp.mpi import nodes
 from mpiddp.reducer.bucket import view_like
@@ -61,6 +61,9 @@ ALIGNMENT = 64
 # Names in an error.
 _SHOWN = 5
 
+# Two digests are one number that a double keeps.
+_DIGEST_SHIFT = 16
+
 # Why a rank has failed.
 WROTE, WAITED, INTERRUPTED = 1, 2, 3
 _WHY = {
@@ -72,7 +75,7 @@ _WHY = {
 }
 
 
-class SharedParameters(PartialMeans):
+class SharedParameters:
     """The parameters of a module in memory that the ranks of a node share.
 
     Collective. Each node keeps the values of its first rank.
@@ -98,9 +101,6 @@ class SharedParameters(PartialMeans):
         self.group = group
         self._timeout = group.timeout.total_seconds()
         self._writing = False
-        self._whole_at = [0] * len(self.parameters)
-        self._versions_then = []
-        self._hooks = []
         # Whether this is within join(), where other ranks may be without inputs.
         self.is_uneven: Callable[[], bool] = bool
         # Do on a rank without inputs what an optimizer does on the others, see UnevenInputs.
@@ -108,12 +108,20 @@ class SharedParameters(PartialMeans):
         with self._node() as node:
             self._meeting = NodeMeeting(node, crowded=nodes.is_crowded(node))
             self._ranks: list[str] = node.allgather(group.me)
+            sizes = set(group.allgather_objects(node.Get_size()))
             self.layouts = [
-                lay_out(bucket, self.parameters, node.Get_size()) for bucket in reducer.buckets
+                lay_out(bucket, self.parameters, node.Get_size(), sizes)
+                for bucket in reducer.buckets
             ]
         # Of each rank, why it has failed.
         self._reasons = memoryview(self.allocate(8 * self.ranks, ())).cast("B").cast("q")
         self._place(named)
+        self._places = {
+            index: (bucket.index, position)
+            for bucket in reducer.buckets
+            for position, index in enumerate(bucket.parameter_indices)
+        }
+        self.scaling = MeanScaling(self)
         _all.add(self)
         _generation[0] += 1
         self.number = _generation[0]
@@ -286,10 +294,16 @@ class SharedParameters(PartialMeans):
         """Return the name of a parameter in the module. Not collective."""
         return self._names.get(id(parameter), f"one of shape {tuple(parameter.shape)}")
 
-    def exchange(self, number: float) -> list[float]:
+    def exchange(self, number: float, where: str = "an exchange of numbers") -> list[float]:
         """Return the number of each rank of the node, by rank. Collective."""
-        self._meet("an exchange of numbers", number)
+        self._meet(where, number)
         return self._meeting.numbers_of_all()
+
+    def lies_once(self, index: int, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient is the mean that lies once for all ranks. Not collective."""
+        number, position = self._places[index]
+        bucket = self.reducer.buckets[number]
+        return bucket.means is not None and gradient.data_ptr() == bucket.views[position].data_ptr()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Let all ranks of all nodes have rank 0's tensor. Collective."""
@@ -320,28 +334,27 @@ class SharedParameters(PartialMeans):
         self.check()
         problem = ""
         try:
-            self._meet("the optimizer's step", self.asks | number << 2)
-            told = [int(number) for number in self._meeting.numbers_of_all()]
-            problem = self.agree_on_means(told) or self._compare(told, refused, explain)
+            noted = self.scaling.digest
+            if len(set(self.exchange(number ^ noted << _DIGEST_SHIFT, "the optimizer's step"))) > 1:
+                if len(set(self.exchange(noted))) > 1:
+                    self.scaling.multiply_all()
+                if len(set(self.exchange(number))) > 1:
+                    problem = explain()
+            problem = problem or (refused and f"rank {self.group.me}: {refused}")
             if problem:
                 raise RuntimeError(problem)
+            self.scaling.multiply_once()
             if has_changes:
                 self._take_changes()
             yield
             # Autograd sees it where a graph is used that saved a parameter.
             torch.autograd.graph.increment_version(self.parameters)
-            self._stepped = True
             self._meet("the end of the optimizer's step")
         except BaseException:
             if not problem:
                 self._fail(WROTE)
                 shared_reads.refuse(self, self._shared)
             raise
-
-    def _compare(self, told: list[int], refused: str, explain: Callable[[], str]) -> str:
-        if len({number >> 2 for number in told}) > 1:
-            return explain()
-        return f"rank {self.group.me}: {refused}" if refused else ""
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -397,9 +410,6 @@ class SharedParameters(PartialMeans):
         if self._meeting.failed is None:
             self._reasons[self.rank] = reason
             self._meeting.fail()
-
-    def _world_rank(self, rank: int) -> str:
-        return self._ranks[rank]
 
     def step_for_others(self) -> None:
         """Step this rank's part where it has no inputs any more. Collective with their step."""

@@ -16,7 +16,6 @@ import torch
 from mpiddp.ddp.hook_agreement import HookAgreement
 from mpiddp.ddp.same_bits import check_of
 from mpiddp.ddp.second_backward import SecondBackward
-from mpiddp.ddp.watched_gradients import unwatched
 from mpiddp.reducer import bucket_progress, static_graph, unused
 from mpiddp.reducer.backward_kinds import accumulates
 from mpiddp.reducer.errors import raise_second_backward
@@ -72,8 +71,6 @@ class TorchReducer(Reducer):
     travel: str | None = "without a hook"
     # Whether any reducer of this process has averaged gradients.
     has_averaged = False
-    # Called when all means are there.
-    after_reduction: Callable[[], None] | None = None
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -187,12 +184,11 @@ class TorchReducer(Reducer):
 
             self.profile = ShownBuckets(self)
         if not is_profiling():
-            with unwatched():
-                super().prepare_for_backward(outputs)
+            super().prepare_for_backward(outputs)
             return
         if self.python_hook is None:  # else the hook's own operations are profiled
             self.profile = BucketEvents() if self.profile is None else self.profile.profiled()
-        with unwatched(), searching_unused_parameters(self.find_unused_parameters):
+        with searching_unused_parameters(self.find_unused_parameters):
             super().prepare_for_backward(outputs)
 
     @_notes_errors
@@ -246,8 +242,7 @@ class TorchReducer(Reducer):
 
     def finish_backward(self) -> None:
         """Wait for the buckets and write the means, as in `Reducer`. Collective."""
-        with unwatched():
-            super().finish_backward()
+        super().finish_backward()
         self._forward_in = None
         if not TorchReducer.has_averaged:
             TorchReducer.has_averaged = True
@@ -256,8 +251,6 @@ class TorchReducer(Reducer):
         if self.find_unused_parameters:
             before, self._unused_before = self._unused_before, self.unused
             self._unused_changed |= before is not None and before != self.unused
-        if self.after_reduction is not None:
-            self.after_reduction()
         if self.same_bits is not None:
             self.same_bits(self)
 

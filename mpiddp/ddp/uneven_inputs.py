@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from mpiddp.ddp.parameter_sharing import ParameterSharing
-from mpiddp.ddp.watched_gradients import unwatched
 from mpiddp.reducer import joined
 from mpiddp.torch_internals.compiler import skip_compilation
 
@@ -41,8 +40,7 @@ class UnevenInputs(ParameterSharing):
         # Only the first of several joinables is told the number of ranks, as in torch.
         if self._join_config.is_first_joinable and not self._divide_by_initial_world_size:
             divisor = self._ranks_to_reduce
-        with unwatched():
-            joined.begin(self.reducer, divisor)
+        joined.begin(self.reducer, divisor)
         if self._shared_parameters is not None and self._shared_parameters.followers:
             joined.finish(self.reducer)
             self._shared_parameters.step_for_others()

@@ -302,6 +302,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
                 skip_unused=self.skip_all_reduce_unused_params,
                 lazy_buckets=self.lazy_bucket_allocation,
                 mixed_precision=dtypes,
+                gradients_once=self._wants_sharing,
             )
         except BaseException:
             group.release_channels(channels)
@@ -425,10 +426,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
             self.logger._set_static_graph()
 
     def _take_new_group(self) -> None:
-        """Go on with the new world where the group, of all ranks, was destroyed. Collective.
-
-        As with Gloo, whose destroyed group goes on working.
-        """
+        """Go on with the new world where the group was destroyed, as Gloo does. Collective."""
         old, new = self.process_group, dist.group.WORLD if dist.is_initialized() else None
         if (
             not isinstance(new, type(old))

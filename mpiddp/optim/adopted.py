@@ -117,7 +117,7 @@ class _Part(NodeOptimizer):
         self._set_up(wrapper, shared, type(optimizer), None)
         self._adopted = weakref.ref(adopted)
         self._optimizer = weakref.ref(optimizer)
-        self._construct(groups, dict(optimizer.defaults), whole_gradients=True)
+        self._construct(groups, dict(optimizer.defaults))
         self._has_numbers = any(k.number for m in self._members for k in m.kinds.values())
 
     def _make(self, groups: list[dict[str, Any]]) -> Optimizer:

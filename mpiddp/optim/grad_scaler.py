@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from mpiddp.ddp.watched_gradients import unwatched
-
 __all__ = ["install"]
 
 
@@ -30,8 +28,7 @@ def install(optimizer_class: type[Any]) -> None:
         if not isinstance(optimizer, optimizer_class):
             return unscale(self, optimizer, inv_scale, *args)
         optimizer.begin_unscaling()
-        with unwatched():
-            found = unscale(self, optimizer, inv_scale, *args)
+        found = unscale(self, optimizer, inv_scale, *args)
         optimizer.agree_on_overflow(found.values(), inv_scale.item())
         return found
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpiddp.ddp.watched_gradients import gradient_of
-from mpiddp.optim import uneven_steps
+from mpiddp.ddp.mean_scaling import scale_means
 from mpiddp.optim.members import Member, dtype_of_norm, norm_of
 from mpiddp.torch_internals.compiler_loading import disable_compilation
 
@@ -20,7 +19,7 @@ __all__ = ["GradientUses"]
 
 
 class GradientUses:
-    """An optimizer whose ranks have the means that they step, and perhaps no others. Collective."""
+    """An optimizer each of whose ranks measures and scales what it steps. Collective."""
 
     _shared: SharedParameters
     _members: list[Member]
@@ -34,23 +33,12 @@ class GradientUses:
 
         def _put_back(self) -> None: ...
 
-        def _let_change(self) -> None: ...
-
         def _tell(self, what: str, *arguments: Any) -> None: ...
 
     @disable_compilation
     def gradients(self) -> list[torch.Tensor | None]:
-        """Return the mean gradient of each parameter, in the order of the groups. Collective.
-
-        Afterwards each ``.grad`` is the mean as a whole on every rank.
-        """
-        self._take_gradients()
-        if self._shared.has_partial_means():
-            self._tell("complete")
-            self._let_change()
-            self._shared.complete()
-        self._put_back()
-        return [gradient_of(each) for group in self.param_groups for each in group["params"]]
+        """Return ``.grad`` of each parameter, in the order of the groups. Not collective."""
+        return [each.grad for group in self.param_groups for each in group["params"]]
 
     @disable_compilation
     @torch.no_grad()
@@ -67,12 +55,13 @@ class GradientUses:
         """
         if not norm_type > 0:
             raise ValueError(f"norm_type must be greater than zero, not {norm_type!r}")
+        self._shared.scaling.multiply_all()
         self._take_gradients()
         self._tell("norm", norm_type)
         return self._norm(norm_type)
 
     def _norm(self, norm_type: float) -> torch.Tensor:
-        self._let_change()
+        self._put_back()
         own = norm_of(self._own_gradients(), norm_type)
         # Python's max would overlook some NaNs.
         numbers = torch.tensor(self._shared.exchange(own), dtype=torch.float64)
@@ -106,14 +95,15 @@ class GradientUses:
                 f"be clipped"
             )
         factor = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
-        if self._shared.has_partial_means():
-            found = self._own_gradients()
-        else:
-            found = [m.view for m in self._members if m.has_gradient]
         self._tell("scale", factor.item(), float(max_norm))
-        uneven_steps.scale(found, factor.item())
-        self._shared.settle()
+        self._scale(factor.item())
         return norm
+
+    def _scale(self, factor: float) -> None:
+        """Multiply the gradients by a number. Collective, after the ranks have met."""
+        factors = {member.index: factor for member in self._members if member.has_gradient}
+        scale_means(self._shared, factors, factors)
+        self._shared.exchange(0)  # who reads gradients after this finds all of them scaled
 
     def _own_gradients(self) -> list[torch.Tensor]:
         return [
@@ -129,7 +119,7 @@ class GradientUses:
         Collective.
         """
         self._take_gradients()
-        self._let_change()
+        self._put_back()
 
     def agree_on_overflow(self, found: Iterable[torch.Tensor], scale: float) -> None:
         """Let each of these numbers be the largest of the node's ranks. Collective.
@@ -140,7 +130,6 @@ class GradientUses:
         """
         self._tell("unscale", scale)
         self._agree_on_overflow(found)
-        self._shared.settle()
 
     def _agree_on_overflow(self, found: Iterable[torch.Tensor]) -> None:
         found = list(found)

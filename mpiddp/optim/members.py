@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpiddp.ddp.watched_gradients import gradient_of, set_gradient
+from mpiddp.ddp.mean_scaling import gradient_of, set_gradient
 from mpiddp.reducer.bucket import view_like
 
 if TYPE_CHECKING:

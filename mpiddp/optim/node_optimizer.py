@@ -14,7 +14,6 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from mpiddp.ddp import node_parts
 from mpiddp.ddp.shared_parameters import SharedParameters
-from mpiddp.ddp.watched_gradients import unwatched
 from mpiddp.ddp.wrapper import DistributedDataParallel
 from mpiddp.optim import grad_scaler, same_settings, whole_parameters
 from mpiddp.optim.blocks import BLOCK_BYTES, Block
@@ -42,26 +41,23 @@ class NodeOptimizer(WholeState, GradientUses, UnevenSteps):
     time, its traffic, and the memory of parameters and state are divided by the ranks of the node,
     and nothing is gathered afterwards.
 
-    A program that reads ``.grad``, as `torch.nn.utils.clip_grad_norm_` does, finds means there. If
-    none reads it in the first steps, the ranks write only the means that each of them steps, which
-    is less work; `clip_grad_norm_`, `gradient_norm` and `gradients` of this class need no more.
-    Changes of `state`, and parameters that are removed from groups, count from the next step on;
-    all ranks must make the same.
+    ``.grad`` is the mean, and lies once for the ranks of a node. What a program changes there, as
+    `torch.nn.utils.clip_grad_value_` does, takes memory of its own until the next backward; what
+    clips by norm does not. Changes of `state`, and parameters that are removed from groups, count
+    from the next step on; all ranks must make the same.
 
     Within ``model.join()`` it steps once after each backward that is reduced, with the settings
     of a rank that has inputs. Ranks without inputs follow it, also where the others clip, or a
     GradScaler skips the step.
 
     An optimizer that does not treat each element by itself, such as Muon and Adafactor, gets whole
-    parameters: one rank of a node steps each of them, and all ranks have the whole means.
+    parameters: one rank of a node steps each of them.
 
     Args:
         model: a `mpiddp.DistributedDataParallel` with ``shared_parameters=True``.
         optimizer_class: of torch or the user's.
         params: parameters of the model, or groups of them, as torch's optimizers take them. None is
             all that need a gradient.
-        whole_gradients: whether all of ``.grad`` is the mean on every rank from the start and for
-            good, which costs writing it.
         elementwise: whether `optimizer_class` treats each element by itself. None: that is tried.
         settings: those of `optimizer_class`.
 
@@ -80,7 +76,6 @@ class NodeOptimizer(WholeState, GradientUses, UnevenSteps):
         optimizer_class: type[torch.optim.Optimizer],
         params: Iterable[Any] | None = None,
         *,
-        whole_gradients: bool = False,
         elementwise: bool | None = None,
         **settings: Any,
     ) -> None:
@@ -99,7 +94,7 @@ class NodeOptimizer(WholeState, GradientUses, UnevenSteps):
             params = [parameter for parameter in wrapper.parameters() if parameter.requires_grad]
         # Only to learn the defaults.
         defaults = optimizer_class([{"params": []}], **settings).defaults
-        self._construct(params, defaults, whole_gradients)
+        self._construct(params, defaults)
 
     def _set_up(
         self,
@@ -113,8 +108,6 @@ class NodeOptimizer(WholeState, GradientUses, UnevenSteps):
         self._shared: SharedParameters = shared
         self._class = optimizer_class
         self._elementwise = elementwise
-        # Whether some group's parameters are stepped whole.
-        self._steps_whole = False
         self._indices = {id(parameter): n for n, parameter in enumerate(shared.parameters)}
         self._frozen = {
             id(parameter) for parameter in wrapper.parameters() if not parameter.requires_grad
@@ -133,15 +126,12 @@ class NodeOptimizer(WholeState, GradientUses, UnevenSteps):
         self._replaced: list[Member] = []
         self._inner: torch.optim.Optimizer | None = None
 
-    def _construct(
-        self, params: Iterable[Any], defaults: dict[str, Any], whole_gradients: bool
-    ) -> None:
+    def _construct(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         shared, optimizer_class = self._shared, self._class
         torch.optim.Optimizer.__init__(self, params, defaults)
         self._show_nothing()
         kind = {
             "the optimizer's class": f"{optimizer_class.__module__}.{optimizer_class.__qualname__}",
-            "whole_gradients": bool(whole_gradients),
             "elementwise": self._elementwise,
         }
         same_settings.compare_groups(shared, kind, enumerate(self.param_groups))
@@ -153,7 +143,6 @@ class NodeOptimizer(WholeState, GradientUses, UnevenSteps):
         for _, members in made:
             self._begin(members)
         self._let_follow()
-        shared.send_means_to_owners(not (whole_gradients or self._steps_whole))
         shared.exchange(0)  # what is there from the start is there for all ranks
 
     def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -179,8 +168,6 @@ class NodeOptimizer(WholeState, GradientUses, UnevenSteps):
             inner, members = self._prepare(self.param_groups[-1])
             self._inner.add_param_group(inner)
             self._begin(members)
-            if self._steps_whole:
-                self._shared.send_means_to_owners(False)
             self._shared.exchange(0)
 
     def _prepare(self, group: dict[str, Any]) -> tuple[dict[str, Any], list[Member]]:
@@ -202,7 +189,6 @@ class NodeOptimizer(WholeState, GradientUses, UnevenSteps):
         ]
         by_index = {member.index: member for member in members}
         if whole:
-            self._steps_whole = True
             cut = whole_parameters.deal(shared.layouts, by_index, shared.ranks, self._slices)
         else:
             most = None
@@ -296,6 +282,7 @@ class NodeOptimizer(WholeState, GradientUses, UnevenSteps):
         """Return the settings of the groups, with which this rank will step."""
         self._take_gradients()
         settings = [settings_of(group) for group in self.param_groups]
+        self._tell_of_changes()
         self._tell("step", settings)
         return settings
 
@@ -383,7 +370,6 @@ class NodeOptimizer(WholeState, GradientUses, UnevenSteps):
     def _take_gradients(self) -> None:
         """Let the blocks have the gradients that their parameters have."""
         self._take_groups()
-        self._shared.bind()
         if self._bound is not self._shared.reducer.buckets:
             self._bind()
         changed = [member.take_gradient() for member in self._members]
@@ -392,33 +378,16 @@ class NodeOptimizer(WholeState, GradientUses, UnevenSteps):
             self._show_gradients()
 
     def _put_back(self) -> None:
-        """Put gradients that the user has replaced where they are stepped.
-
-        After all ranks have met: until then they read there, see Note [Who reads gradients].
-        """
+        """Put gradients that the user has replaced where they are stepped. Not collective."""
         for member in self._replaced:
             member.put_back()
         self._replaced = []
-
-    def _let_change(self) -> None:
-        """Begin to change gradients in place. Collective."""
-        self._shared.let_read()
-        self._put_back()
 
     def _keep_state(self) -> None:
         """Move what the optimizer has made new into shared memory."""
         assert self._inner is not None
         for block in self._all_blocks():
             block.keep_state(self._inner.state, self._class.__name__)
-
-    # Gradients.
-
-    @disable_compilation
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero the gradients, as torch's method. Not collective."""
-        self._shared.note_whole(member.index for member in self._members)  # before they are zeroed
-        with unwatched():
-            super().zero_grad(set_to_none)
 
 
 grad_scaler.install(NodeOptimizer)

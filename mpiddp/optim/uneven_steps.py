@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mpiddp.ddp.wrapper import DistributedDataParallel
     from mpiddp.optim.members import Member
 
-__all__ = ["UnevenSteps", "scale"]
+__all__ = ["UnevenSteps"]
 
 # What the last argument of what is told is called in an error.
 _USED = {"norm": "norm_type", "scale": "max_norm", "unscale": "the inverse of a GradScaler's scale"}
@@ -55,6 +55,8 @@ class UnevenSteps(Joinable):
 
         def _norm(self, norm_type: float) -> torch.Tensor: ...
 
+        def _scale(self, factor: float) -> None: ...
+
         def _own_gradients(self) -> list[torch.Tensor]: ...
 
         def _agree_on_overflow(self, found: Iterable[torch.Tensor]) -> None: ...
@@ -72,6 +74,25 @@ class UnevenSteps(Joinable):
         wrapper = self._wrapper()
         if wrapper is not None and wrapper._join_config.enable and not self._follows:
             self._shared.tell_followers(self._number, what, arguments)
+
+    def _tell_of_changes(self) -> None:
+        """Let ranks without inputs have the clips that were put off. Collective within join().
+
+        Raises:
+            RuntimeError: gradients were changed otherwise, which they cannot follow.
+        """
+        shared = self._shared
+        if not shared.is_uneven() or self._follows:
+            return
+        unscaled = _USED["unscale"] in self._used
+        written = any(bucket.own_elements() for bucket in shared.reducer.buckets)
+        if any(member.is_replaced for member in self._members) or (written and not unscaled):
+            raise RuntimeError(
+                f"rank {shared.group.me}: gradients were changed within join(), where ranks "
+                f"without inputs step their part of the means: clip by norm, or change the loss"
+            )
+        if shared.scaling.factors:
+            self._tell("noted", shared.scaling.factors)
 
     def _note_use(self, what: str, arguments: tuple[Any, ...]) -> None:
         """Note what is done to gradients, see Note [Where settings are compared]."""
@@ -92,7 +113,6 @@ class UnevenSteps(Joinable):
         if not self._follows:
             reducer = self._shared.reducer
             self._take_groups()
-            self._shared.bind()
             self._bind()
             for member in self._members:
                 used = reducer.was_used_anywhere(member.index)
@@ -105,15 +125,15 @@ class UnevenSteps(Joinable):
         elif what == "norm":
             self._norm(*arguments)
         elif what == "scale":
-            scale(self._own_gradients(), arguments[0])
+            self._scale(arguments[0])
+        elif what == "noted":
+            self._shared.scaling.note_of_others(*arguments)
         elif what == "unscale":
             found, own = torch.zeros(1, dtype=torch.float32), self._own_gradients()
             if own:
                 factor = torch.tensor(arguments[0], dtype=torch.float32)
                 torch._amp_foreach_non_finite_check_and_unscale_(own, found, factor)
             self._agree_on_overflow([found])
-        elif what == "complete":
-            self._shared.complete(always=True)
         if not self._follows:
             self._bind()
         return not self._follows
@@ -131,9 +151,3 @@ class UnevenSteps(Joinable):
     def join_process_group(self) -> Any:
         """The model's process group."""
         return self._shared.group
-
-
-def scale(gradients: list[torch.Tensor], factor: float) -> None:
-    """Multiply gradients, if there are any. Not collective."""
-    if gradients:
-        torch._foreach_mul_(gradients, factor)

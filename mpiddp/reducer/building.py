@@ -128,7 +128,10 @@ def _agreed(
     problem: Exception | None = None
     memories: Sequence[BucketMemory] = []
     try:
-        memories = reducer.channels[device].allocate(sizes, tails)
+        plain = reducer.compression is None and reducer.python_hook is None
+        memories = reducer.channels[device].allocate(
+            sizes, tails, once=reducer.gradients_once and plain
+        )
     except Exception as error:
         problem = error
     if group.size() > 1 and not _everywhere(reducer, problem is None):

@@ -64,8 +64,14 @@ PRIVATE_NAMES = [
     *_names(
         "torch._C.",
         "_current_graph_task_id",
-        "ddp/torch_reducer ddp/watched_gradients horovod/optimizer_reducer",
+        "ddp/torch_reducer horovod/optimizer_reducer",
         "whether a backward runs",
+    ),
+    *_names(
+        "torch.nn.utils.clip_grad.",
+        "_clip_grads_with_norm_",
+        "ddp/mean_scaling",
+        "a clip that is done once for all ranks",
     ),
     *_names("torch._C.", "_len_torch_dispatch_stack", *_MODES),
     *_names("torch._ops.", "OpOverload", *_MODES),
@@ -169,7 +175,7 @@ PRIVATE_NAMES = [
     *_names(
         "torch._C.",
         "_storage_Use_Count",
-        "reducer/lazy",
+        "ddp/mean_scaling reducer/lazy",
         "whether a tensor of the user lies in a bucket",
     ),
     *_names(

@@ -117,7 +117,7 @@ def test_cut() -> None:
     starts, start = {}, 0
     for index, size in sizes.items():
         starts[index], start = start, start + size
-    layout = BucketLayout(torch.float32, starts, sizes, 80, (0, 1, 2))
+    layout = BucketLayout(torch.float32, starts, sizes, 80, (0, 1, 2), frozenset({1, 2}))
     found = [
         [(part.number, part.parameter, part.start, part.stop, part.owner) for part in block]
         for block in cut([layout], [0, 2, 3, 4], 12, first=7)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from models import CASES, Case, Given, loss_of, mlp
 from optimizer_pairs import OPTIMIZERS, assert_same_parameters, assert_same_state, pair, train, wide
@@ -27,7 +27,6 @@ from replicas import (
 from torch import Tensor, nn
 
 from mpiddp import DistributedDataParallel as DDP
-from mpiddp.ddp.watched_gradients import gradient_of
 from mpiddp.optim import NodeOptimizer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes]
@@ -174,16 +173,21 @@ ACTIONS = st.lists(
     name=st.sampled_from(sorted(OPTIMIZERS)),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     groups=st.booleans(),
-    whole=st.booleans(),
     place=st.sampled_from([None, *NODES.values()]),
     actions=ACTIONS,
+)
+@example(  # on nodes with other numbers of ranks, in 16 bits: the same bits all the same
+    name="Adam",
+    dtype=torch.bfloat16,
+    groups=True,
+    place=[0, 1, 1, 1],
+    actions=["keep", "accumulate", "accumulate", "late zero", "zeros"],
 )
 @drawn_together(25)
 def test_sweep(
     name: str,
     dtype: torch.dtype,
     groups: bool,
-    whole: bool,
     place: list[int] | None,
     actions: list[str],
 ) -> None:
@@ -193,14 +197,13 @@ def test_sweep(
         if place is not None:
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             group = stack.enter_context(group_on(place, patch))
-        sweep(name, dtype, groups, whole, group, actions)
+        sweep(name, dtype, groups, group, actions)
 
 
 def sweep(
     name: str,
     dtype: torch.dtype,
     groups: bool,
-    whole: bool,
     group: dist.ProcessGroup | None,
     actions: list[str],
 ) -> None:
@@ -218,7 +221,7 @@ def sweep(
         return [{"params": parameters[::2], "lr": 0.02}, {"params": parameters[1::2]}]
 
     plain = optimizer_class(grouped(bare), **settings)
-    own = NodeOptimizer(model, optimizer_class, grouped(model), whole_gradients=whole, **settings)
+    own = NodeOptimizer(model, optimizer_class, grouped(model), **settings)
     for number, action in enumerate(actions):
         torch.manual_seed(number)
         if action != "keep":
@@ -245,11 +248,13 @@ def sweep(
                 assert_close(norm.to(truth.dtype), truth, "norm", factor=4)
         plain.step()
         own.step()
-    # Signs of what rounding leaves decide in Rprop and its like; bfloat16 rounds in other places.
+    # Signs of what rounding leaves decide in Rprop and its like, and in RMSprop's first steps;
+    # bfloat16 rounds in other places.
+    rounding = 1e-2 if name == "RMSprop" else 2e-3
     if name not in ("Rprop", "the user's") and dtype is not torch.bfloat16:
         with together():
             for (label, p), q in zip(model.named_parameters(), bare.parameters(), strict=True):
-                assert_close(p, q, label, rounding=2e-3)
+                assert_close(p, q, label, rounding=rounding)
     assert_same_bits(model.named_parameters())
 
 
@@ -267,15 +272,11 @@ def _backward_of_all(module: nn.Module, batch: Tensor) -> None:
 
 
 def test_gradients_and_norms() -> None:
-    """Of parts a rank has the mean, and all of it where it asks."""
     (plain, _), (model, own) = pair(wide, "SGD")
     batch = share(batch_of(3, 30))
     for module in (plain, model):
         loss_of(module, batch).backward()
     truth = [p.grad for p in plain.parameters()]
-    partial = not all(
-        torch.equal(gradient_of(p), q) for p, q in zip(model.parameters(), truth, strict=True)
-    )
     for kind in (1.0, 2.0, 3.0, float("inf")):
         # torch's own norm of float32 is less exact.
         expected = nn.utils.get_total_norm([g.double() for g in truth if g is not None], kind)
@@ -285,33 +286,10 @@ def test_gradients_and_norms() -> None:
             assert_close(norm, expected.float(), f"norm {kind}", factor=4)
     found = own.gradients()
     with together():
-        assert partial == (SIZE > 1)
         assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
         assert all(a is p.grad for a, p in zip(found, model.parameters(), strict=True))
         with pytest.raises(ValueError, match="norm_type"):
             own.gradient_norm(0)
-
-
-def test_whole_gradients() -> None:
-    torch.manual_seed(0)
-    model = DDP(wide(), shared_parameters=True)
-    optimizer = NodeOptimizer(model, torch.optim.SGD, whole_gradients=True, lr=0.1)
-    loss_of(model, share(batch_of(3, 30))).backward()
-    assert_same_bits((name, p.grad) for name, p in model.named_parameters())
-    optimizer.step()
-
-
-def test_whole_gradients_after_another_optimizer() -> None:
-    """Who wants whole means has them, whatever optimizers the model had before or gets later."""
-    torch.manual_seed(0)
-    model = DDP(wide(), shared_parameters=True)
-    kept = [NodeOptimizer(model, torch.optim.SGD, lr=0.1)]
-    for whole in (True, False):
-        kept.append(NodeOptimizer(model, torch.optim.SGD, lr=0.1, whole_gradients=whole))
-        model.zero_grad()
-        torch.manual_seed(RANK)
-        loss_of(model, torch.randn(3, 30)).backward()
-        assert_same_bits((str(n), p.grad) for n, p in enumerate(model.parameters()))
 
 
 def test_replaced_gradients_are_clipped() -> None:

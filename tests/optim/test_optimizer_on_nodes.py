@@ -86,8 +86,7 @@ def test_after_200_steps(name: str, group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.thorough(keep=5)
-@pytest.mark.parametrize("whole", [False, True])
-def test_scaled_and_clipped(group: dist.ProcessGroup, whole: bool) -> None:
+def test_scaled_and_clipped(group: dist.ProcessGroup) -> None:
     """What overflows on one node is skipped on all; norms are of all gradients."""
     scales, models = [], []
     for shared in (False, True):
@@ -95,7 +94,7 @@ def test_scaled_and_clipped(group: dist.ProcessGroup, whole: bool) -> None:
         model = DDP(wide(), process_group=group, shared_parameters=shared)
         optimizer: torch.optim.Optimizer
         if shared:
-            optimizer = NodeOptimizer(model, torch.optim.AdamW, lr=0.01, whole_gradients=whole)
+            optimizer = NodeOptimizer(model, torch.optim.AdamW, lr=0.01)
         else:
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         models.append(model)

@@ -1,38 +1,26 @@
-"""Programs that read and change `.grad`, beside the plain optimizer: they find means there."""
+"""Programs that read and change `.grad`, beside the plain optimizer: they find means there.
 
-import contextlib
+These lie once for the ranks of a node; what a rank writes there stays its own.
+"""
+
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from models import loss_of
 from optimizer_pairs import assert_same_parameters, pair, wide
-from replicas import RANK, SIZE, assert_same_bits, batch_of, share, together
+from replicas import RANK, assert_same_bits, batch_of, share, together
 from torch import Tensor, nn
 
 from mpiddp import DistributedDataParallel as DDP
-from mpiddp.ddp import partial_means
-from mpiddp.ddp.watched_gradients import gradient_of
 from mpiddp.optim import NodeOptimizer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes]
-
-WARNING = "reads or changes .grad"
 
 
 def batch(step: int) -> Tensor:
     torch.manual_seed(step)
     return share(batch_of(3, 30))
-
-
-def warned() -> Any:
-    """Expect the warning on the rank that gives it: there is nothing to write for one rank."""
-    return pytest.warns(UserWarning, match=WARNING) if SIZE > 1 and RANK == 0 else quiet()
-
-
-def quiet() -> Any:
-    return contextlib.nullcontext()
 
 
 def backward(model: nn.Module, step: int) -> None:
@@ -72,22 +60,16 @@ READERS = [clip, clip_values, log, replace, clip_and_log]
 
 
 @pytest.mark.essential(keep=2)
-@pytest.mark.parametrize("whole_steps", [0, 1, 3])
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
-def test_readers(
-    reader: Callable[..., Tensor], whole_steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether they come early or late: the same numbers, the same parameters."""
-    monkeypatch.setattr(partial_means, "WHOLE_STEPS", whole_steps)
+def test_readers(reader: Callable[..., Tensor]) -> None:
+    """The same numbers, the same parameters."""
     models = pair(wide, "momentum")
     for step in range(4):
         found = []
         for model, optimizer in models:
             optimizer.zero_grad()
             backward(model, step)
-            first = step == 0 and isinstance(optimizer, NodeOptimizer)
-            with warned() if first else quiet():
-                found.append(reader(model, optimizer))
+            found.append(reader(model, optimizer))
             optimizer.step()
         with together():
             torch.testing.assert_close(found[1], found[0])
@@ -96,44 +78,25 @@ def test_readers(
     assert_same_bits(models[1][0].named_parameters())
 
 
-def test_first_reading_after_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a program that logs once in a while."""
-    monkeypatch.setattr(partial_means, "WHOLE_STEPS", 2)
+def test_read_once_in_a_while() -> None:
+    """As by a program that logs."""
     models = pair(wide, "momentum")
-    for step in range(8):
+    for step in range(6):
         found = []
         for model, optimizer in models:
-            optimizer.zero_grad()
+            (model, optimizer)[step % 2].zero_grad(set_to_none=step < 3)
             backward(model, step)
-            if step in (4, 7):
-                first = step == 4 and isinstance(optimizer, NodeOptimizer)
-                with warned() if first else quiet():
-                    found.append(log(model, optimizer))
+            if step in (2, 5):
+                found.append(log(model, optimizer))
             optimizer.step()
         with together():
             torch.testing.assert_close(found[1:], found[:1])
     assert_same_parameters(models[1][0], models[0][0])
 
 
-@pytest.mark.essential
-def test_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then means go to their owners only, however gradients are dropped."""
-    monkeypatch.setattr(partial_means, "WHOLE_STEPS", 2)
-    torch.manual_seed(0)
-    model = DDP(wide(), shared_parameters=True)
-    optimizer = NodeOptimizer(model, torch.optim.SGD, lr=0.1)
-    for step in range(6):
-        (model, optimizer)[step % 2].zero_grad(set_to_none=step < 4)
-        backward(model, step)
-        optimizer.step()
-    with together():
-        assert model._shared_parameters is not None
-        assert model._shared_parameters.sends_to_owners == (SIZE > 1)
-
-
 @pytest.mark.mpi(min_size=2)
-def test_one_rank_reads_late() -> None:
-    """The others need not come; all of them have whole means afterwards."""
+def test_one_rank_reads() -> None:
+    """The others need not come."""
     (plain, its), (model, optimizer) = pair(wide, "SGD")
     for step in range(2):
         its.zero_grad()
@@ -141,30 +104,27 @@ def test_one_rank_reads_late() -> None:
         backward(plain, step)
         backward(model, step)
         truth = [p.grad for p in plain.parameters()]
-        with warned() if step == 0 else quiet():
-            read = [p.grad for p in model.parameters()] if RANK == 0 or step else truth
+        read = [p.grad for p in model.parameters()] if step == RANK else truth
         with together():
             assert all(map(torch.equal, read, truth))
         optimizer.step()
         its.step()
-    assert_same_bits((str(n), gradient_of(p)) for n, p in enumerate(model.parameters()))
+    assert_same_bits((str(n), p.grad) for n, p in enumerate(model.parameters()))
 
 
-@pytest.mark.mpi(min_size=2)
 def test_read_after_the_step() -> None:
-    """Too late for the first time, and right from then on."""
+    """Until the next backward."""
     torch.manual_seed(0)
     model = DDP(wide(), shared_parameters=True)
     optimizer = NodeOptimizer(model, torch.optim.SGD, lr=0.1)
     for step in range(3):
         optimizer.zero_grad()
         backward(model, step)
+        before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
-        if step == 0:
-            with together(), warned(), pytest.raises(RuntimeError, match="other parts are gone"):
-                assert [p.grad for p in model.parameters()]
-        if step == 2:  # the ranks have told each other in the second step
-            assert_same_bits((str(n), p.grad) for n, p in enumerate(model.parameters()))
+        with together():
+            assert all(map(torch.equal, before, (p.grad for p in model.parameters())))
+        assert_same_bits((str(n), p.grad) for n, p in enumerate(model.parameters()))
 
 
 class Output:
@@ -225,11 +185,9 @@ def test_replaced_between_accumulated_passes(rounds: int) -> None:
             optimizer.zero_grad()
             for part in range(rounds):
                 backward(model, 10 * step + part)
-                first = step == part == 0 and isinstance(optimizer, NodeOptimizer)
-                with warned() if first else quiet():
-                    for parameter in model.parameters():
-                        assert parameter.grad is not None
-                        parameter.grad = parameter.grad * 2
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad = parameter.grad * 2
             optimizer.step()
     assert_same_parameters(models[1][0], models[0][0])
 
@@ -247,41 +205,17 @@ def test_penalty_in_a_backward_of_its_own() -> None:
         penalise(model.module)
         optimizer.step()
     assert_same_parameters(models[1][0], models[0][0])
-    model, optimizer = models[1]
-    optimizer.zero_grad()
-    backward(model, 1)
-    penalise(model.module)
-    if SIZE > 1:
-        with together(), warned(), pytest.raises(RuntimeError, match="other parts are gone"):
-            clip(model, optimizer)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_one_rank_reads_while_others_add() -> None:
-    """Nobody knows what it has read: no rank makes that step."""
-    torch.manual_seed(0)
-    model = DDP(wide(), shared_parameters=True)
-    optimizer = NodeOptimizer(model, torch.optim.SGD, lr=0.1)
-    backward(model, 0)
-    if RANK == 0:
-        with warned():
-            log(model, optimizer)
-    penalise(model.module)
-    before = [p.detach().clone() for p in model.parameters()]
-    with together(), pytest.raises(RuntimeError, match="added to gradients in a backward"):
+    for model, optimizer in models:
+        optimizer.zero_grad()
+        backward(model, 1)
+        penalise(model.module)
+        clip(model, optimizer)
         optimizer.step()
-    with together():
-        assert all(map(torch.equal, model.parameters(), before))
-    optimizer.zero_grad()
-    backward(model, 1)
-    assert_same_bits((str(n), gradient_of(p)) for n, p in enumerate(model.parameters()))
-    optimizer.step()
+    assert_same_parameters(models[1][0], models[0][0], exact=False)
 
 
-@pytest.mark.parametrize("whole_steps", [0, 3])
-def test_with_a_scaler(whole_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_scaler() -> None:
     """Unscaled, clipped by torch and stepped."""
-    monkeypatch.setattr(partial_means, "WHOLE_STEPS", whole_steps)
     models = pair(wide, "SGD")
     for model, optimizer in models:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -289,9 +223,7 @@ def test_with_a_scaler(whole_steps: int, monkeypatch: pytest.MonkeyPatch) -> Non
             optimizer.zero_grad()
             scaler.scale(loss_of(model, batch(step))).backward()
             scaler.unscale_(optimizer)
-            first = step == 0 and isinstance(optimizer, NodeOptimizer)
-            with warned() if first else quiet():
-                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
             scaler.step(optimizer)
             scaler.update()
     assert_same_parameters(models[1][0], models[0][0], exact=False)

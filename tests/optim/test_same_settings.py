@@ -146,7 +146,7 @@ def test_the_same_changes(group: dist.ProcessGroup) -> None:
 
 @pytest.mark.thorough(keep=2)
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("what", ["lr", "groups", "fused", "class", "whole_gradients", "added"])
+@pytest.mark.parametrize("what", ["lr", "groups", "fused", "class", "added"])
 def test_an_optimizer_made_in_other_ways(group: dist.ProcessGroup, what: str) -> None:
     torch.manual_seed(0)
     model = DDP(torch.nn.Linear(40, 40), process_group=group, shared_parameters=True)
@@ -158,7 +158,7 @@ def test_an_optimizer_made_in_other_ways(group: dist.ProcessGroup, what: str) ->
         groups = [{"params": [weight, bias]}] if ODD else [{"params": [each]} for each in groups]
     elif what == "added":
         groups = [weight]
-    elif what in ("fused", "whole_gradients"):
+    elif what == "fused":
         settings[what] = ODD
 
     def construct() -> None:
