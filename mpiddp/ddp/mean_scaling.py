@@ -21,16 +21,17 @@ import types
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from mpiddp.torch_internals.compiler_loading import disable_compilation
 
 if TYPE_CHECKING:
-    from mpiddp.ddp.shared_parameters import SharedParameters
+    from mpiddp.ddp.node_parts import BucketLayout
+    from mpiddp.ddp.torch_reducer import TorchReducer
 
-__all__ = ["MeanScaling", "gradient_of", "scale_means", "set_gradient"]
+__all__ = ["MeanScaling", "Scaled", "gradient_of", "scale_means", "set_gradient"]
 
 _plain: Any = torch.Tensor.grad
 # What torch's own attribute does, whatever was put off.
@@ -48,8 +49,23 @@ _known: dict[int, tuple[weakref.ref[MeanScaling], int]] = {}
 _waiting: set[int] = set()
 
 
+class Scaled(Protocol):
+    """Parameters that a node's ranks share, as far as scaling needs to know them."""
+
+    reducer: TorchReducer
+    parameters: list[torch.Tensor]
+    layouts: list[BucketLayout]
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the node."""
+
+    def lies_once(self, index: int, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient is the mean that lies once for all ranks. Not collective."""
+
+
 def scale_means(
-    shared: SharedParameters, factors: Mapping[int, torch.Tensor | float], hidden: Iterable[int]
+    shared: Scaled, factors: Mapping[int, torch.Tensor | float], hidden: Iterable[int]
 ) -> None:
     """Multiply means where they lie. Collective in this order: meet, call it, meet.
 
@@ -84,7 +100,7 @@ class MeanScaling:
         shared: these.
     """
 
-    def __init__(self, shared: SharedParameters) -> None:
+    def __init__(self, shared: Scaled) -> None:
         self._shared = weakref.ref(shared)
         self._parameters = shared.parameters
         self._factors: dict[int, torch.Tensor] = {}

@@ -311,13 +311,12 @@ class SharedParameters:
 
     @contextmanager
     def stepping(
-        self, number: int, refused: str, explain: Callable[[], str], has_changes: bool
+        self, number: int, explain: Callable[[], str], has_changes: bool
     ) -> Iterator[None]:
         """Let each rank of the node write its part of the parameters. Collective.
 
         Args:
             number: stands for what the step uses, the same on all ranks.
-            refused: why this cannot be stepped.
             explain: says how the ranks differ, if numbers do; collective over all ranks.
             has_changes: whether there are `own_changes`, for which `number` stands, too.
 
@@ -340,7 +339,6 @@ class SharedParameters:
                     self.scaling.multiply_all()
                 if len(set(self.exchange(number))) > 1:
                     problem = explain()
-            problem = problem or (refused and f"rank {self.group.me}: {refused}")
             if problem:
                 raise RuntimeError(problem)
             self.scaling.multiply_once()

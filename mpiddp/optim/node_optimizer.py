@@ -23,14 +23,8 @@ from mpiddp.optim.members import Member
 from mpiddp.optim.same_settings import settings_of
 from mpiddp.optim.state_memory import StateMemory
 from mpiddp.optim.uneven_steps import UnevenSteps
-from mpiddp.optim.whole_state import IN_PLACE, WholeState
+from mpiddp.optim.whole_state import WholeState
 from mpiddp.torch_internals.compiler_loading import disable_compilation
-
-_CHANGED_IN_PLACE = (
-    "tensors of optimizer.state were changed in place. The ranks of a node share them, so each of "
-    "them has changed them. Load a checkpoint, and make such changes with a new tensor: "
-    "optimizer.state[parameter][key] = optimizer.state[parameter][key] * 0.5"
-)
 
 
 class NodeOptimizer(WholeState, GradientUses, UnevenSteps):
@@ -303,15 +297,17 @@ class NodeOptimizer(WholeState, GradientUses, UnevenSteps):
     @contextmanager
     def _stepping(self, settings: Iterable[dict[str, Any]]) -> Iterator[None]:
         """Let the inner optimizer step, while no rank of the node reads parameters. Collective."""
-        edits = self._find_state_edits()
-        edited = self._copy_of_edits() if edits > IN_PLACE else None
-        refused = _CHANGED_IN_PLACE if edits == IN_PLACE else ""
+        in_place = self._changes_in_place()
+        edited = self._copy_of_edits() if in_place or self._was_edited() else None
         settings = list(settings)
-        description = self._describe_step(settings, edits, edited)
+        description = self._describe_step(settings, edited)
         changes = self._shared.own_changes()
         description["parameters changed by the program"] = changes or "none"
+        description["optimizer.state changed in place"] = in_place or "nothing"
         same = same_settings.Comparison(self._shared, description)
-        with self._shared.stepping(same.number, refused, same.explain, bool(changes)):
+        with self._shared.stepping(same.number, same.explain, bool(changes)):
+            if in_place:
+                self._keep_changes_in_place()
             if edited is not None:
                 self._take_edits(edited)
             self._put_back()

@@ -5,9 +5,8 @@ Note [Edits of the state]
 The optimizer that steps has blocks of parameters, and a state for each; `NodeOptimizer.state` only
 shows the same memory, parameter by parameter. So a change of its dictionaries would do nothing.
 These dictionaries note it, and the next step takes all of the state from them, as from a
-checkpoint. What is changed in place is changed by each rank of the node, as often as there are
-ranks: that cannot be made good, and the next step refuses it. torch's counter of changes shows it,
-because the optimizer that steps writes through other tensors.
+checkpoint. What is changed in place is the rank's own until then, see Note [Changes of the
+program]. Where all ranks have changed the same, the node has it from that step on.
 """
 
 from __future__ import annotations

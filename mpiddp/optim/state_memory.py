@@ -90,19 +90,28 @@ class StateMemory:
         total = len(slices) * len(self._number_keys) * SLOT_BYTES
         if total and shared.rank == 0:
             ranges.append((size, size + total))
-        mapping = shared.allocate(size + total, ranges)
-        self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
-        # The same memory with another count of changes, those of users.
-        self._shown = torch.frombuffer(mapping, dtype=torch.uint8)
-        self.note_shown()
+        # What users see, and may change as Note [Changes of the program] says of parameters.
+        self._mapping = shared.allocate(size + total, ranges)
+        self._file = self._mapping.another()
+        self._mapping.make_private()
+        self._bytes = torch.frombuffer(self._file, dtype=torch.uint8)
+        self._shown = torch.frombuffer(self._mapping, dtype=torch.uint8)
 
-    def note_shown(self) -> None:
-        """Take what users have changed in place as it is. Not collective."""
-        self._shown_version = self._shown._version
+    def changes(self) -> str:
+        """Return what the user has changed in place, in words; "" for nothing. Not collective.
 
-    def was_changed(self) -> bool:
-        """Return whether the user has changed something in place. Not collective."""
-        return self._shown._version != self._shown_version
+        Equal words stand for equal changes.
+        """
+        digest, _ = self._mapping.changes(self._file)
+        return f"digest {digest:016x}" if digest else ""
+
+    def keep_changes(self) -> None:
+        """Let all ranks have what this one has changed. Not collective."""
+        self._mapping.keep_writes(self._file)
+
+    def forget_changes(self) -> None:
+        """See what all ranks have. Not collective."""
+        self._mapping.forget_writes()
 
     def of_slices(self, slices: Sequence[Slice], key: str) -> torch.Tensor:
         """Return the memory of one key for neighbouring slices. Not collective.

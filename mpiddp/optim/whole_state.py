@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["WholeState"]
 
-# How the user has changed the state.
-IN_PLACE, IN_TABLES = 1, 2
-
 
 class WholeState(torch.optim.Optimizer):
     """An optimizer that shows the state of whole parameters, and steps parts. Collective."""
@@ -94,11 +91,22 @@ class WholeState(torch.optim.Optimizer):
         for member in self._members:
             member.is_present = id(member.tensor) in present
 
-    def _find_state_edits(self) -> int:
-        """Return how the user has changed the state, 0 for not at all."""
-        if any(memory.was_changed() for memory in self._memories):
-            return IN_PLACE
-        return 0 if self.state is self._shown and not self._shown.changes.noted else IN_TABLES
+    def _changes_in_place(self) -> str:
+        """Return what the user has changed in tensors of the state, in words."""
+        return ", ".join(filter(None, (memory.changes() for memory in self._memories)))
+
+    def _keep_changes_in_place(self) -> None:
+        """Let the node have them: they are the same on all ranks. Collective."""
+        if self._shared.rank == 0:
+            for memory in self._memories:
+                memory.keep_changes()
+        self._shared.exchange(0)
+        for memory in self._memories:
+            memory.forget_changes()
+
+    def _was_edited(self) -> bool:
+        """Return whether the user has changed tables of the state."""
+        return self.state is not self._shown or self._shown.changes.noted
 
     def _copy_of_edits(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the state as the user has left it; what is not shown as it was is copied."""
@@ -157,12 +165,11 @@ class WholeState(torch.optim.Optimizer):
         self._bind()
         self._show_state([member for member in self._members if loaded.get(member.tensor)])
         for memory in self._memories:
-            memory.note_shown()
+            memory.forget_changes()
 
     def _describe_step(
         self,
         settings: Iterable[dict[str, Any]],
-        edits: int,
         edited: dict[torch.Tensor, dict[str, Any]] | None,
     ) -> dict[str, str]:
         """Return what is the same on all ranks where they step one model, by name."""
@@ -174,9 +181,8 @@ class WholeState(torch.optim.Optimizer):
             "parameters removed from their groups": ", ".join(removed) or "none",
             **self._used,
         }
-        if edits:
-            described["optimizer.state"] = "changed in place" if edits == IN_PLACE else "changed"
         if edited is not None:
+            described["optimizer.state"] = "changed"
             described |= self._describe_edits(edited)
         for number, group in enumerate(settings):
             described |= same_settings.describe_group(number, group)

@@ -67,12 +67,7 @@ PRIVATE_NAMES = [
         "ddp/torch_reducer horovod/optimizer_reducer",
         "whether a backward runs",
     ),
-    *_names(
-        "torch.nn.utils.clip_grad.",
-        "_clip_grads_with_norm_",
-        "ddp/mean_scaling",
-        "a clip that is done once for all ranks",
-    ),
+    *_names("torch.nn.utils.clip_grad.", "_clip_grads_with_norm_", "ddp/mean_scaling", "a clip"),
     *_names("torch._C.", "_len_torch_dispatch_stack", *_MODES),
     *_names("torch._ops.", "OpOverload", *_MODES),
     *_names("torch.utils._python_dispatch.", "_pop_mode_temporarily", *_MODES),
