@@ -1,10 +1,13 @@
-"""The tables of whole steps with the optimizer, made of benchmarks/results/optimizer-*.json."""
+"""The tables of whole steps with the optimizer, and of the largest model.
+
+Made of benchmarks/results/optimizer-MPI.json and largest-MPI.json.
+"""
 
 from __future__ import annotations
 
 import statistics
 
-from benchmark_results import MPIS, describe, load, markdown, milliseconds
+from benchmark_results import MPIS, ROOT, describe, load, markdown, milliseconds
 from measuring import Record, ratio, show_ratio
 from names import OURS, OURS_NODE
 
@@ -58,3 +61,27 @@ def _memory(records: list[Record]) -> str:
         for record in records
     ]
     return markdown(rows)
+
+
+def largest_model() -> str:
+    """Return how large a decoder each way can train, and how fast."""
+    parts = []
+    for name, mpi in MPIS.items():
+        file = f"largest-{name}"
+        if not (ROOT / "benchmarks" / "results" / f"{file}.json").exists():
+            continue
+        results = load(file)
+        gib = results["limit"] / 2**30
+        head = [f"{mpi}, {results['ranks']} ranks", f"million parameters in {gib:g} GiB"]
+        head += ["bytes a parameter", f"a step of {results['layers of all']} layers, ms"]
+        rows = [
+            [
+                each["name"],
+                f"{each['parameters'] / 1e6:.0f}",
+                f"{each['bytes a parameter']:.1f}",
+                milliseconds(each["seconds"]),
+            ]
+            for each in results["ways"]
+        ]
+        parts += [markdown([head, *rows]), describe(results, file)]
+    return "\n\n".join(parts) or "There are no results yet."

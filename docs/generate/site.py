@@ -44,6 +44,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "collectives": collective_tables.tables,
     "overlap": collective_tables.overlap,
     "optimizers": optimizer_tables.optimizers,
+    "largest-model": optimizer_tables.largest_model,
     "faults": fault_tables.faults,
     "faults-without-bound": fault_tables.without_bound,
     "faults-numbers": fault_tables.numbers,

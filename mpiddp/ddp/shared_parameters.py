@@ -311,7 +311,7 @@ class SharedParameters:
 
     @contextmanager
     def stepping(
-        self, number: int, explain: Callable[[], str], has_changes: bool
+        self, number: int, explain: Callable[[], str], has_changes: bool, whole: bool
     ) -> Iterator[None]:
         """Let each rank of the node write its part of the parameters. Collective.
 
@@ -319,6 +319,7 @@ class SharedParameters:
             number: stands for what the step uses, the same on all ranks.
             explain: says how the ranks differ, if numbers do; collective over all ranks.
             has_changes: whether there are `own_changes`, for which `number` stands, too.
+            whole: whether this rank steps parts that others own, too.
 
         Raises:
             RuntimeError: another rank failed, or did not come within the group's timeout; or the
@@ -337,11 +338,14 @@ class SharedParameters:
             if len(set(self.exchange(number ^ noted << _DIGEST_SHIFT, "the optimizer's step"))) > 1:
                 if len(set(self.exchange(noted))) > 1:
                     self.scaling.multiply_all()
+                    noted = 0
                 if len(set(self.exchange(number))) > 1:
                     problem = explain()
             if problem:
                 raise RuntimeError(problem)
             self.scaling.multiply_once()
+            if noted and whole:
+                self._meet("the end of a clip")
             if has_changes:
                 self._take_changes()
             yield

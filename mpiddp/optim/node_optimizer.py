@@ -102,6 +102,8 @@ class NodeOptimizer(WholeState, GradientUses, UnevenSteps):
         self._shared: SharedParameters = shared
         self._class = optimizer_class
         self._elementwise = elementwise
+        # Whether some group's parameters are stepped whole.
+        self._steps_whole = False
         self._indices = {id(parameter): n for n, parameter in enumerate(shared.parameters)}
         self._frozen = {
             id(parameter) for parameter in wrapper.parameters() if not parameter.requires_grad
@@ -183,6 +185,7 @@ class NodeOptimizer(WholeState, GradientUses, UnevenSteps):
         ]
         by_index = {member.index: member for member in members}
         if whole:
+            self._steps_whole = True
             cut = whole_parameters.deal(shared.layouts, by_index, shared.ranks, self._slices)
         else:
             most = None
@@ -305,7 +308,7 @@ class NodeOptimizer(WholeState, GradientUses, UnevenSteps):
         description["parameters changed by the program"] = changes or "none"
         description["optimizer.state changed in place"] = in_place or "nothing"
         same = same_settings.Comparison(self._shared, description)
-        with self._shared.stepping(same.number, same.explain, bool(changes)):
+        with self._shared.stepping(same.number, same.explain, bool(changes), self._steps_whole):
             if in_place:
                 self._keep_changes_in_place()
             if edited is not None:

@@ -179,6 +179,17 @@ def test_lm_learns(n: int, steps: int) -> None:
     assert after < before - 1
 
 
+@pytest.mark.timeout(120)
+def test_large_model_learns_in_one_copy() -> None:
+    """Also where ranks have made nothing of the model themselves."""
+    sizes = ["--layers", "4", "--width", "384", "--heads", "6", "--steps", "12", "--lr", "1e-3"]
+    done = mpirun.run(3, [str(EXAMPLES / "large_model.py"), *sizes], 100)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 1
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_lm_saves_what_a_plain_model_loads(tmp_path: Path) -> None:
