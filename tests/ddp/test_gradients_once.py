@@ -194,10 +194,14 @@ class TestAClipThatIsPutOff:
         models = self.pair()
         for model, _ in models:
             self.clip(model)
-            first, second, third, *_ = model.parameters()
+            first, second, third, fourth, *_ = model.parameters()
             first.grad *= 2
             second.grad = second.grad + 1
             third.grad = None
+            fourth.grad = torch.ones_like(fourth)
+            with together():
+                assert third.grad is None
+                assert fourth.grad.eq(1).all()
         self.step(models)
 
     def test_something_is_added(self) -> None:
