@@ -126,6 +126,22 @@ class _Part(NodeOptimizer):
         made: Optimizer = _like(optimizer, groups)
         return made
 
+    def lacks(self, groups: list[dict[str, Any]]) -> bool:
+        """Return whether groups have parameters of the wrapper that this does not step there."""
+        return any(
+            id(parameter) in self._indices and id(parameter) not in given
+            for group, given in zip(groups, self._given, strict=False)
+            for parameter in group["params"]
+        )
+
+    def made_again(self, optimizer: Optimizer) -> _Part:
+        """Return another one, with the parameters that the groups have now. Collective."""
+        adopted, wrapper = self._adopted(), self._wrapper()
+        assert adopted is not None
+        assert wrapper is not None
+        groups = [_restricted(group, self._indices) for group in optimizer.param_groups]
+        return _Part(adopted, optimizer, wrapper, self._shared, groups)
+
     def take_groups(self, groups: list[dict[str, Any]]) -> None:
         """Take settings and parameters of the program's groups. Collective if some are new.
 
@@ -246,10 +262,17 @@ class Adopted:
     def _step(
         self, function: Step, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        lacking = [part.lacks(optimizer.param_groups) for part in self._parts]
+        if any(lacking):
+            # Some were put into groups since: all of the state is taken from what is shown.
+            self._parts = [
+                part.made_again(optimizer) if lacks else part
+                for part, lacks in zip(self._parts, lacking, strict=True)
+            ]
         for part in self._parts:
             part.take_groups(optimizer.param_groups)
         edited = None
-        if self._was_edited(optimizer.state):
+        if any(lacking) or self._was_edited(optimizer.state):
             edited = optimizer.state
             self._shows = []
         with ExitStack() as stack:

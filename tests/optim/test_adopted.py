@@ -134,6 +134,24 @@ def test_made_and_stepped_before_the_module_is_wrapped() -> None:
     assert_alike(made)
 
 
+def test_parameters_put_into_groups_later() -> None:
+    """Not by add_param_group, as plain torch allows; and moved between groups."""
+    models = both(
+        lambda params: torch.optim.AdamW([{"params": [each]} for each in list(params)[:3]], lr=0.01)
+    )
+    train(models)
+    for model, optimizer in models:
+        *_, last = model.parameters()
+        optimizer.param_groups[0]["params"].append(last)
+        optimizer.state[next(model.parameters())]["exp_avg"].mul_(0.5)
+    train(models)
+    for _, optimizer in models:
+        first, second, *_ = optimizer.param_groups
+        first["params"], second["params"] = second["params"], first["params"]
+    train(models)
+    assert_alike(models)
+
+
 def test_groups_schedulers_hooks_and_closures() -> None:
     """Also a group that is added later, frozen layers, and a closure's loss."""
     models = both(

@@ -17,6 +17,7 @@ __all__ = ["ACTIONS", "OPTIMIZERS", "Program", "chain", "draw_some", "error_of"]
 ACTIONS = ["step", "accumulate", "clip", "edit", "zero", "freeze", "thaw", "eval", "save", "load"]
 # What else is done with optimizers.
 _EDITS = ["rate", "scale state", "drop state", "clear state", "remove", "put back", "own clip"]
+_EDITS += ["weights"]
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
@@ -126,7 +127,9 @@ class Program:
         elif action == "scale state":
             for key, value in list(state.items()):
                 if isinstance(value, torch.Tensor) and value.dim():
-                    state[key] = value * 0.5
+                    state[key] = value.mul_(0.5) if number % 2 else value * 0.5
+        elif action == "weights":
+            parameter.data.clamp_(-1, 1)
         elif action == "drop state":
             self.optimizer.state.pop(parameter, None)
         elif action == "clear state":
