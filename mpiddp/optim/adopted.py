@@ -135,11 +135,21 @@ class _Part(NodeOptimizer):
         )
 
     def made_again(self, optimizer: Optimizer) -> _Part:
-        """Return another one, with the parameters that the groups have now. Collective."""
+        """Return another one, with the parameters that the groups have now. Collective.
+
+        Those that were removed from them keep their state, as in torch.
+        """
         adopted, wrapper = self._adopted(), self._wrapper()
         assert adopted is not None
         assert wrapper is not None
         groups = [_restricted(group, self._indices) for group in optimizer.param_groups]
+        present = {id(parameter) for group in groups for parameter in group["params"]}
+        for group, given in zip(groups, self._given, strict=False):
+            group["params"] += [
+                member.tensor
+                for member in self._members
+                if id(member.tensor) in given and id(member.tensor) not in present
+            ]
         return _Part(adopted, optimizer, wrapper, self._shared, groups)
 
     def take_groups(self, groups: list[dict[str, Any]]) -> None:
