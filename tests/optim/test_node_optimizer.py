@@ -248,8 +248,8 @@ def sweep(
                 assert_close(norm.to(truth.dtype), truth, "norm", factor=4)
         plain.step()
         own.step()
-    # Signs of what rounding leaves decide in Rprop and its like, and in RMSprop's first steps, which
-    # float64 shows exactly enough; bfloat16 rounds in other places.
+    # Signs of what rounding leaves decide in Rprop and its like, and in RMSprop's first steps;
+    # bfloat16 rounds in other places.
     by_sign = name in ("Rprop", "the user's") or (name, dtype) == ("RMSprop", torch.float32)
     if not by_sign and dtype is not torch.bfloat16:
         with together():
