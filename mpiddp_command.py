@@ -52,16 +52,31 @@ def main() -> int:
     try:
         command = _COMMANDS[name]()
     except ImportError as error:
-        # What mpiddp refuses begins with the name of what it is about; all else is a fault.
-        if not str(error).startswith(("mpiddp ", "mpi4py ", "two MPI libraries ")):
+        status = refused(error, name == "doctor" and "--json" in arguments)
+        if status is None:
             raise
-        if name == "doctor" and "--json" in arguments:
-            text, _, remedy = str(error).partition(". ")
-            finding = {"grade": "error", "text": text, "remedy": remedy}
-            _say(json.dumps({"grade": "error", "findings": [finding]}, indent=1))
-            return 1
-        return _complain(str(error), 1)
+        return status
     return command(arguments, f"mpiddp {name}")
+
+
+def refused(error: ImportError, as_json: bool) -> int | None:
+    """Say in a sentence what importing mpiddp refuses; return the exit status. Not collective.
+
+    Nothing is said, and None returned, of any other error: it is a fault.
+
+    Args:
+        error: what the import has raised.
+        as_json: say it as the doctor's report with --json.
+    """
+    # What mpiddp refuses begins with the name of what it is about.
+    if not str(error).startswith(("mpiddp ", "mpi4py ", "two MPI libraries ")):
+        return None
+    if not as_json:
+        return _complain(str(error), 1)
+    text, _, remedy = str(error).partition(". ")
+    finding = {"grade": "error", "text": text, "remedy": remedy}
+    _say(json.dumps({"grade": "error", "findings": [finding]}, indent=1))
+    return 1
 
 
 def _run() -> Callable[[Sequence[str], str], int]:

@@ -15,13 +15,24 @@ from mpiddp.source_folder import hand_over as _hand_over
 
 if not _hand_over(__path__[0]):  # else the installed package is in the place of this one
     import importlib as _importlib
+    import sys as _sys
     from typing import TYPE_CHECKING as _TYPE_CHECKING
 
     from mpiddp.mpi.compatibility import check_loaded_library as _check_loaded_library
     from mpiddp.torch_internals.versions import check_torch as _check_torch
 
-    _check_loaded_library()
-    _check_torch()
+    try:
+        _check_loaded_library()
+        _check_torch()
+    except ImportError as _error:
+        # Python imports the package before the module that -m names, which so cannot say it.
+        _words = _sys.orig_argv[-len(_sys.argv) :]
+        if _sys.argv[0] != "-m" or _words[0].removeprefix("-m") != "mpiddp.doctor":
+            raise
+        _status = _importlib.import_module("mpiddp_command").refused(_error, "--json" in _words)
+        if _status is None:
+            raise
+        raise SystemExit(_status) from None
 
     from torch.distributed import Backend as _Backend
 

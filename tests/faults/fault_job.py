@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import patience
 from fault_hosts import NODES, Lab
 from fault_starts import launch
 
@@ -26,7 +27,7 @@ HOST_FAULTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "node-frozen": (("freeze", _NODE), ("thaw", _NODE)),
     "node-off": (("off", _NODE), ()),
 }
-# Seconds until all ranks have begun: each takes some of a core.
+# Seconds until all ranks have begun: each takes some of a core, and more where others do, too.
 _START = 90
 # Their limit for MPI_Init, where the first one waits for the last.
 _START_LIMIT = 15
@@ -110,17 +111,18 @@ class _Job:
         None: too late.
         """
         started = time.monotonic()
-        deadline = started + _START
         began = ranks_ended = None
         while True:
             time.sleep(_NAP)
             began = began or self.began()
-            if began is not None:
-                deadline = began + limit
-                if ranks_ended is None and not self._processes(without_lost=True, ranks=True):
-                    ranks_ended = time.monotonic() - began
-                    if not launcher_ends:
-                        return ranks_ended, None
+            if (
+                began is not None
+                and ranks_ended is None
+                and not self._processes(without_lost=True, ranks=True)
+            ):
+                ranks_ended = time.monotonic() - began
+                if not launcher_ends:
+                    return ranks_ended, None
             # Looking through all processes takes a while.
             if self.launcher.poll() is not None and not self._processes(without_lost=True):
                 break
@@ -132,6 +134,7 @@ class _Job:
                 assert self.lab is not None
                 self.lab.command(*HOST_FAULTS[self.fault][0])
                 (self.folder / "host-fault-met").touch()
+            deadline = started + patience.enough(_START) if began is None else began + limit
             if time.monotonic() > deadline:
                 return ranks_ended, None
         over = time.monotonic() - (began or started)

@@ -86,6 +86,7 @@ def _problem(cell: Cell, folder: Path, labs: Labs) -> str:
     if on_hosts and reason_without(slurm):
         return ""
     folder.mkdir()
+    started = time.monotonic()
     with contextlib.ExitStack() as until_done:
         lab = None
         if cell.fault in HOST_FAULTS:
@@ -96,7 +97,7 @@ def _problem(cell: Cell, folder: Path, labs: Labs) -> str:
         files = lab.shared_files() if lab is not None and cell.fault in HOST_FAULTS else set()
     said = f"; it said:\n{outcome.said}"
     if not outcome.met:
-        return f"the fault was not met{said}"
+        return f"the fault was not met, in {time.monotonic() - started:.0f} s{said}"
     ended = outcome.over if cell.launcher_ends else outcome.seconds
     if ended is None or ended > limit:
         return f"it had not ended after {limit:.0f} s, left were {outcome.left}{said}"

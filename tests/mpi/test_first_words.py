@@ -1,7 +1,9 @@
 """The rank that fails first shows its traceback; those that fail after it say a line."""
 
+import fcntl
 import os
 import re
+import struct
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,8 @@ import pytest
 
 from mpiddp.mpi import first_words
 from mpiddp.system import memory_files
+
+_ANSWER, _NONE = struct.Struct("=i"), -9
 
 
 class Ranks:
@@ -25,21 +29,33 @@ class Ranks:
             if number == 0:
                 os.close(from_parent)
                 os.close(to_parent)
-                first_words.begin(rank, os.getppid(), descriptor, apart)
-                while said := os.read(to_child, 1):
-                    answer = first_words.claim() if said == b"c" else first_words.note(7)
-                    os.write(from_child, bytes([255 if answer is None else answer]))
-                os._exit(0)
+                try:  # what fails here is not to go on as a second pytest
+                    first_words.begin(rank, os.getppid(), descriptor, apart)
+                    while said := os.read(to_child, 1):
+                        os.write(from_child, _ANSWER.pack(self._do(said)))
+                finally:
+                    os._exit(0)
             os.close(to_child)
             os.close(from_child)
             self._pipes.append((from_parent, to_parent, number))
+
+    @staticmethod
+    def _do(what: bytes) -> int:
+        if what == b"c":
+            first = first_words.claim()
+            return _NONE if first is None else first
+        if what == b"n":
+            first_words.note(7)
+        else:  # as in `claim`, between the lock and the number
+            fcntl.lockf(first_words._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return _NONE
 
     def tell(self, rank: int, what: bytes = b"c") -> None:
         os.write(self._pipes[rank][0], what)
 
     def answer(self, rank: int) -> "int | None":
-        (answer,) = os.read(self._pipes[rank][1], 1)
-        return None if answer == 255 else answer
+        (answer,) = _ANSWER.unpack(os.read(self._pipes[rank][1], _ANSWER.size))
+        return None if answer == _NONE else answer
 
     def end(self, rank: int) -> None:
         writing, reading, number = self._pipes[rank]
@@ -74,6 +90,23 @@ def test_it_stays_so_when_that_one_has_ended(start: "Callable[[int], Ranks]") ->
     ranks.tell(0)
     assert ranks.answer(0) == 1
     ranks.end(0)
+
+
+def test_one_that_has_the_lock_is_first(start: "Callable[[int], Ranks]") -> None:
+    """Also before its number is there, which the others do not wait long for."""
+    ranks = start(3)
+    ranks.tell(2, b"l")
+    assert ranks.answer(2) is None
+    for rank in range(2):
+        ranks.tell(rank)
+        assert ranks.answer(rank) == first_words.UNKNOWN
+    ranks.end(2)  # and so it says nothing
+    ranks.tell(1)
+    assert ranks.answer(1) is None
+    ranks.tell(0)
+    assert ranks.answer(0) == 1
+    for rank in reversed(range(2)):
+        ranks.end(rank)
 
 
 def test_word_of_another_node(start: "Callable[[int], Ranks]") -> None:

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,14 +18,23 @@ from mpiddp import launchers
 COMMAND = Path(sys.executable).parent / "mpiddp"
 ROOT = Path(__file__).parents[2]
 
+# As a command, and as a module.
+DOCTORS = [[COMMAND, "doctor"], [sys.executable, "-m", "mpiddp.doctor"]]
+
 pytestmark = pytest.mark.timeout(100)
 
 
 def run(
     *arguments: str | Path, folder: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
+    return start([COMMAND, *arguments], folder, env)
+
+
+def start(
+    command: Sequence[str | Path], folder: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [COMMAND, *arguments],
+        command,
         cwd=folder,
         env={**clean_environment(), "OMP_NUM_THREADS": "1", **(env or {})},
         stdin=subprocess.DEVNULL,
@@ -152,9 +161,18 @@ class TestRefusals:
         assert done.stderr.startswith(f"mpiddp: {self.TEXT}")
         assert "Traceback" not in done.stderr
 
-    def test_as_json(self) -> None:
-        done = run("doctor", "--json", env=self.ENVIRONMENT)
-        assert done.returncode == 1
+    def test_the_doctor_as_a_module(self) -> None:
+        """Python imports the package before it, so the package says it in its place."""
+        as_module = start([sys.executable, "-m", "mpiddp.doctor"], env=self.ENVIRONMENT)
+        assert as_module.returncode == 1
+        assert as_module.stderr.startswith(f"mpiddp: {self.TEXT}")
+        command = run("doctor", env=self.ENVIRONMENT)
+        assert (as_module.stdout, as_module.stderr) == ("", command.stderr)
+
+    @pytest.mark.parametrize("command", DOCTORS)
+    def test_as_json(self, command: list[str | Path]) -> None:
+        done = start([*command, "--json"], env=self.ENVIRONMENT)
+        assert (done.returncode, done.stderr) == (1, "")
         told = json.loads(done.stdout)
         assert told["grade"] == "error"
         (finding,) = told["findings"]
@@ -162,13 +180,26 @@ class TestRefusals:
         assert "MPI4PY_LIBMPI" in finding["remedy"]
 
     @pytest.mark.thorough
-    def test_other_ranks_are_silent(self) -> None:
-        done = run("doctor", env={**self.ENVIRONMENT, "OMPI_COMM_WORLD_RANK": "1"})
+    @pytest.mark.parametrize("command", DOCTORS)
+    def test_other_ranks_are_silent(self, command: list[str | Path]) -> None:
+        done = start(command, env={**self.ENVIRONMENT, "OMPI_COMM_WORLD_RANK": "1"})
         assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 
     @pytest.mark.thorough
-    def test_other_errors_keep_their_traceback(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("command", DOCTORS)
+    def test_other_errors_keep_their_traceback(
+        self, command: list[str | Path], tmp_path: Path
+    ) -> None:
         (tmp_path / "torch.py").write_text("raise ImportError('broken')\n")
-        done = run("doctor", env={"PYTHONPATH": str(tmp_path)})
+        done = start(command, env={"PYTHONPATH": str(tmp_path)})
         assert done.returncode == 1
         assert "Traceback" in done.stderr
+
+    @pytest.mark.thorough
+    def test_a_program_of_that_argument_gets_the_error(self, tmp_path: Path) -> None:
+        """It may catch it: only the doctor's own start says a sentence and ends."""
+        (tmp_path / "program.py").write_text("import mpiddp\n")
+        command = [sys.executable, "-m", "program", "mpiddp.doctor"]
+        done = start(command, tmp_path, self.ENVIRONMENT)
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1].startswith(f"ImportError: {self.TEXT}")
