@@ -1,4 +1,4 @@
-"""benchmarks/trainers.py: one folder for both MPIs, and a program that fails ends no other."""
+"""benchmarks/trainers.py: one folder for both MPIs, all is compared, a failure ends no other."""
 
 import json
 import sys
@@ -45,6 +45,39 @@ def test_one_that_fails_ends_no_other(
     assert f"{second}: losses [1.0, 0.5]" in capsys.readouterr().out
     [record] = json.loads(written.read_text("utf-8"))["trainers"]
     assert record["case"] == second
+
+
+@pytest.mark.parametrize(
+    ("different", "fails"),
+    [
+        ({"losses": [2.0, 1.00001]}, ""),
+        ({"losses": [2.0, 1.001]}, "losses"),
+        ({"losses": [2.0]}, "losses"),
+        ({"losses": [2.0, float("nan")]}, "losses"),
+        ({"sums": 3.1}, "sums"),
+        ({"more": 1}, "more"),
+        ({"wrapper": "mpiddp.ddp.wrapper", "times": [1.0, 3.0]}, ""),
+    ],
+)
+def test_what_ranks_say_is_compared(
+    trainers: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    different: dict[str, object],
+    fails: str,
+) -> None:
+    one = {"wrapper": "torch", "losses": [2.0, 1.0], "sums": 3.0, "times": [1.0, 2.0]}
+
+    def run(program, packages, launched):
+        return {("a", 0): one, ("a", 1): {**one, **(different if launched else {})}}
+
+    monkeypatch.setattr(trainers, "run", run)
+    if fails:
+        with pytest.raises(trainers.Failed, match=f"'a', 1.* has {fails} .* here, .* on Gloo"):
+            trainers.compare(trainers.PROGRAMS[0], tmp_path, 1)
+    else:
+        [record] = trainers.compare(trainers.PROGRAMS[0], tmp_path, 1)
+        assert record["losses on Gloo"] == [2.0, 1.0]
 
 
 def test_no_environment_decides_the_folder(
