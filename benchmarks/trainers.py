@@ -3,9 +3,10 @@
     python benchmarks/trainers.py [--folder FOLDER] [--rounds 3] [--json FILE] [NAME ...]
 
 The programs lie in tests/support/scripts/, and none knows of MPI. What they need is installed once
-into FOLDER/trainers-HASH, beside this environment's torch and outside of the clone. Each program
-runs by turns under torchrun and under `python -m mpiddp`. It fails unless the losses of all ranks
-are the same but for rounding. Steps a second are the median over the rounds.
+into FOLDER/trainers-HASH, outside of the clone, for the environments of both MPIs: torch itself is
+each environment's own. Each program runs by turns under torchrun and under `python -m mpiddp`. It
+fails unless the losses of all ranks, and what else these say, are the same but for rounding; the
+others then run all the same. Steps a second are the median over the rounds.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution, distributions
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,7 +40,8 @@ BIN = Path(sys.executable).parent
 RANKS = 2
 # Losses may differ in the order of sums.
 TOLERANCE = 1e-4
-LIMIT = 600  # seconds of one run
+UNLIKE = {"times", "wrapper"}  # of what a rank says; all else is compared
+LIMIT = 600  # seconds of one run, on a machine that is busy with other things as well
 
 
 @dataclass(frozen=True)
@@ -133,42 +138,82 @@ PROGRAMS = (
 )
 
 
+class Failed(Exception):
+    """A program ended as it should not, or its losses differ."""
+
+
 def install(folder: Path) -> Path:
     """Return where the packages are, installed there unless they are already."""
     whole = [program for program in PROGRAMS if not program.file]
     wanted = {package for program in PROGRAMS for package in program.more}
     wanted.update(name for each in whole if not each.apart for name in each.packages)
     constraints = ROOT / "constraints.txt"
-    kind = f"{PROGRAMS} {sys.prefix} {sys.version} {constraints.read_text(encoding='utf-8')}"
-    place = folder / f"trainers-{hashlib.sha256(kind.encode()).hexdigest()[:12]}"
+    place = folder / f"trainers-{_key(wanted, constraints.read_text(encoding='utf-8'))}"
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packages = place / "lib" / version / "site-packages"
     if not (place / "whole").exists():
         print(f"Installing {', '.join(sorted(wanted))} into {place} (minutes, once)", flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
-        # What this environment has, its torch before all, pip then does not install again.
-        here = next(path for path in sys.path if path.endswith("site-packages"))
-        (packages / "beside.pth").write_text(f"{here}\n", encoding="utf-8")
-        pip = [place / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--quiet"]
-        subprocess.run([*pip, "install", "-c", constraints, *sorted(wanted)], check=True)
-        # Some ask for it, none of these needs it, and the registry's does not fit a torch for CPUs:
-        # torchmetrics and transformers import it where it is there, and fail.
-        subprocess.run([*pip, "uninstall", "--yes", "torchvision"], check=True)
-        for program in PROGRAMS:
-            apart = place / "apart" / program.name
-            if program.apart:
-                alone = [*pip, "install", "--no-deps", "--target", apart]
-                subprocess.run([*alone, *program.apart], check=True)
-            elif program.file:
-                fetch([*pip, "download", "--no-deps", "--no-build-isolation"], program, apart)
+        quietly = ("--disable-pip-version-check", "--quiet")
+        pip: list[str | Path] = [place / "bin" / "python", "-m", "pip", *quietly]
+        with tempfile.TemporaryDirectory() as beside:
+            # What it sees there, pip does not install again.
+            link("torch", Path(beside))
+            environment = {**os.environ, "PYTHONPATH": beside}
+            for command in (
+                [*pip, "install", "-c", constraints, *sorted(wanted)],
+                # Some ask for it, none of these needs it, and the registry's does not fit a torch
+                # for CPUs: torchmetrics and transformers import it where it is there, and fail.
+                [*pip, "uninstall", "--yes", "torchvision"],
+            ):
+                subprocess.run(command, env=environment, check=True)
+            for program in PROGRAMS:
+                apart = place / "apart" / program.name
+                if program.apart:
+                    alone = [*pip, "install", "--no-deps", "--target", apart]
+                    subprocess.run([*alone, *program.apart], env=environment, check=True)
+                elif program.file:
+                    download = [*pip, "download", "--no-deps", "--no-build-isolation"]
+                    fetch(download, environment, program, apart)
+        # It comes before each environment's own packages, so it would hide them.
+        for own in ("torch", "mpi4py", "mpiddp"):
+            if (packages / own).exists():
+                sys.exit(f"{own} was installed into {packages}: it is each environment's own")
         (place / "whole").touch()
     return packages
 
 
-def fetch(download: Sequence[str | Path], program: Program, apart: Path) -> None:
+def _key(wanted: set[str], constraints: str) -> str:
+    """Return what a folder is named for: all that decides what is in it, and no environment."""
+    alone = [(each.name, each.packages, each.apart, each.file) for each in PROGRAMS]
+    kind = [sorted(wanted), alone, sys.version, distribution("torch").version, constraints]
+    return hashlib.sha256(json.dumps(kind).encode()).hexdigest()[:12]
+
+
+def link(name: str, folder: Path) -> None:
+    """Link a package of this environment into a folder, and what it needs."""
+    try:
+        found = distribution(name)
+    except PackageNotFoundError:  # for another system
+        return
+    tops = {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "/")}
+    if any(top.endswith(".dist-info") and (folder / top).exists() for top in tops):
+        return
+    for top in tops:
+        if not (folder / top).exists():
+            (folder / top).symlink_to(Path(str(found.locate_file(top))))
+    for needed in found.requires or ():
+        if "extra ==" not in needed:
+            link(re.split(r"[^\w.-]", needed)[0], folder)
+
+
+def fetch(
+    download: Sequence[str | Path], environment: dict[str, str], program: Program, apart: Path
+) -> None:
     """Unpack a package, which need not run here, into a folder."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([*download, "-d", folder, *program.packages], check=True)
+        command = [*download, "-d", folder, *program.packages]
+        subprocess.run(command, env=environment, check=True)
         [archive] = Path(folder).iterdir()
         apart.mkdir(parents=True)
         version = archive.name.split("-")[1].removesuffix(".tar.gz")
@@ -203,15 +248,18 @@ def run(program: Program, packages: Path, launched: bool) -> dict[tuple[str, int
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
         }
+        # Asked to end, both launchers end their ranks; killed, neither could. In the foreground the
+        # terminal's Ctrl-C reaches them as well.
+        began = time.monotonic()
         done = subprocess.run(
-            [*before, *command],
+            ["timeout", "--foreground", "-k", "30", str(LIMIT), *before, *command],
             env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=LIMIT,
             check=False,
         )
+    late = time.monotonic() - began >= LIMIT
     said: dict[tuple[str, int], dict[str, Any]] = {}
     for whole in done.stdout.splitlines():
         line = whole
@@ -220,14 +268,18 @@ def run(program: Program, packages: Path, launched: bool) -> dict[tuple[str, int
             line = line[end:]
             if "case" in one:
                 said[one["case"], one["rank"]] = one
+    by = "python -m mpiddp" if launched else "torchrun"
+    if done.returncode != 0:
+        print(f"{program.name}: {done.stdout[-2000:]}\n{done.stderr[-4000:]}", flush=True)
     # Worlds of Gloo fail at their end at times, after all was said.
     if not said or (launched and done.returncode != 0):
-        sys.exit(f"{program.name} failed: {done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        how = f"took {LIMIT} seconds" if late else f"code {done.returncode}"
+        raise Failed(f"{how} under {by}")
     return said
 
 
 def compare(program: Program, packages: Path, rounds: int) -> list[dict[str, Any]]:
-    """Return a record of each case, or end if the losses differ."""
+    """Return a record of each case, or raise if the losses differ."""
     speeds: dict[tuple[str, bool], list[float]] = {}
     said: dict[bool, dict[tuple[str, int], dict[str, Any]]] = {}
     for number in range(rounds):
@@ -238,11 +290,13 @@ def compare(program: Program, packages: Path, rounds: int) -> list[dict[str, Any
                 if rank == 0 and steps:
                     speeds.setdefault((case, launched), []).append(1 / statistics.median(steps))
         if sorted(said[True]) != sorted(said[False]):
-            sys.exit(f"{program.name}: {sorted(said[True])} here, {sorted(said[False])} on Gloo")
+            raise Failed(f"said {sorted(said[True])} here, {sorted(said[False])} on Gloo")
         for place, one in said[True].items():
-            theirs = said[False][place]["losses"]
-            if not _same(one["losses"], theirs):
-                sys.exit(f"{program.name}, {place}: {one['losses']} here, {theirs} on Gloo")
+            theirs = said[False][place]
+            for key in sorted({*one, *theirs} - UNLIKE):
+                if not _same(one.get(key), theirs.get(key)):
+                    here, there = one.get(key), theirs.get(key)
+                    raise Failed(f"{place} has {key} {here} here, {there} on Gloo")
     return [
         {
             "case": case,
@@ -261,17 +315,17 @@ def compare(program: Program, packages: Path, rounds: int) -> list[dict[str, Any
     ]
 
 
-def _same(ours: list[float], theirs: list[float]) -> bool:
-    return len(ours) == len(theirs) and all(
-        abs(mine - other) <= TOLERANCE * max(1.0, abs(other))
-        for mine, other in zip(ours, theirs, strict=True)
-    )
+def _same(ours: Any, theirs: Any) -> bool:
+    """Return whether two values of JSON are the same but for rounding."""
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return abs(ours - theirs) <= TOLERANCE * max(1.0, abs(theirs))
+    if isinstance(ours, list) and isinstance(theirs, list):
+        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    return bool(ours == theirs)
 
 
 def _version(packages: Path, program: Program, name: str) -> str:
     """Return the version of a package as it is installed, or unpacked."""
-    from importlib.metadata import distributions
-
     if program.file:
         return (paths(packages, program)[0] / "version").read_text("utf-8")
 
@@ -283,7 +337,7 @@ def _version(packages: Path, program: Program, name: str) -> str:
 
 
 def main() -> None:
-    """Install, run, compare, and write what came of it."""
+    """Install, run, compare, and write what came of it; with 1 at the end if one failed."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpiddp"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=cache, help="for what is installed")
@@ -292,11 +346,16 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="of the programs; none: all")
     arguments = parser.parse_args()
     packages = install(arguments.folder)
-    records = []
+    records, failures = [], []
     for program in PROGRAMS:
         if arguments.names and program.name not in arguments.names:
             continue
-        for record in compare(program, packages, arguments.rounds):
+        try:
+            compared = compare(program, packages, arguments.rounds)
+        except Failed as failure:
+            failures.append(f"{program.name} failed: {failure}")
+            continue
+        for record in compared:
             records.append(record)
             print(f"{record['case']}: losses {record['losses']}, as on Gloo", flush=True)
     if arguments.json:
@@ -307,6 +366,8 @@ def main() -> None:
             "trainers": records,
         }
         arguments.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    if failures:
+        sys.exit("\n".join(failures))
 
 
 if __name__ == "__main__":
