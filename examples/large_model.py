@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64, help="of a text, in bytes")
     parser.add_argument("--batch", type=int, default=1, help="texts of a rank in a step")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--lr", type=float, default=3e-5)
     options = parser.parse_args()
 
     mpiddp.init_process_group()  # MPI

@@ -33,7 +33,7 @@ def begin(ReducerState reducer not None, double divisor):
     if not reducer.reductions:
         reducer._before_first_reduction()
     # This rank's last forward may have had no backward.
-    reducer.expecting = False
+    reducer.expect(False)
     reducer._reset_counting()
     reducer.missing = []
     reducer.incomplete = False

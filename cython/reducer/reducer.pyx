@@ -417,7 +417,7 @@ cdef class Reducer(ReducerState):
         for hook in self.hooks:
             if PyDict_Size(hook.hooks) > 1 and not hook.is_last():
                 hook.move_to_end()
-        self.expecting = True
+        self.expect(True)
         self.backward_began = now()
         # Left over if the last backward raised: its callback never ran.
         self.callback_queued = False

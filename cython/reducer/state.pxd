@@ -93,6 +93,7 @@ cdef class ReducerState:
     cdef int copy_out(self, Py_ssize_t index) except -1
     cdef int wait_for(self, Bucket bucket) except -1
     cdef int wait_for_job(self, Bucket bucket) except -1
+    cdef int expect(self, bint expecting) except -1
     cdef bint take_stage(self, Bucket bucket, bint must) except -1
     cdef int fill_stage(self, Bucket bucket) except -1
     cdef int forget_writes(self) except -1

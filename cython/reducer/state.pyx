@@ -32,9 +32,11 @@ cdef enum:
     MOST_BUCKETS = 1 << 24      # as BUCKETS in flight_recorder/sources.py
 
 
-# Seconds in which a backward waits for ranks that are behind, so that its gradients need no more
-# memory. Where they are not behind, but wait for this rank elsewhere, it goes on.
+# A backward waits for ranks that are behind, so that its gradients need no more memory. Where several
+# modules are in a backward they may not be behind, but wait for this rank in another one: after so
+# many seconds it goes on.
 cdef double PATIENCE = 2.0
+_expecting = weakref.WeakSet()
 
 # Reducers that have gone on like that. What they hold back others may wait for, while this rank
 # waits for these in another module: so it launches that between two looks.
@@ -252,6 +254,13 @@ cdef class ReducerState:
                     self.unused_everywhere.add(index)
         return 0
 
+    cdef int expect(self, bint expecting) except -1:
+        """Note whether a forward has asked for gradients to be reduced."""
+        self.expecting = expecting
+        if self.gradients_once:
+            (_expecting.add if expecting else _expecting.discard)(self)
+        return 0
+
     # Gradients that lie once, see Note [Gradients of a node] in bucket.pyx.
 
     cdef bint take_stage(self, Bucket bucket, bint must) except -1:
@@ -259,13 +268,13 @@ cdef class ReducerState:
 
         Args:
             bucket: that is about to be launched.
-            must: wait as long as for means; else for PATIENCE seconds, and once in a backward.
+            must: wait as long as for means; else for so long that others may be behind.
         """
         cdef Bucket other = self.in_stage
         if bucket.common is None:
             return True
         if other is not None and not job_is_done(&other.job):
-            if must:
+            if must or len(_expecting) == 1:
                 self.wait_for_job(other)
             elif self.is_alone or other.channel.wait(&other.job, PATIENCE) == WAIT_TIMED_OUT:
                 self.is_alone = True
@@ -354,7 +363,7 @@ cdef class ReducerState:
         self.communication_ended = now()
         self.set_aside.clear()
         self.grads_before = []
-        self.expecting = False
+        self.expect(False)
         self.reductions += 1
         if self.find_unused_parameters and not self.static_graph:
             self.incomplete = False
