@@ -67,7 +67,7 @@ cdef class ReducerState:
     cdef readonly Py_ssize_t waiting_for     # the bucket that this rank waits for, -1: none
     cdef readonly Py_ssize_t reductions
     cdef public bint gradients_once   # for all ranks of a node, where the transport can
-    cdef Bucket in_stage            # that was laid there last, see Note [Gradients of a node]
+    cdef Bucket in_stage            # laid there last, see Note [Gradients of a node]
     cdef bint is_alone              # other ranks do not come in this backward
     cdef public object agreement    # what the ranks compare in their first reduction, or None
     cdef readonly list unused               # parameters without a gradient in the last backward

@@ -32,9 +32,9 @@ cdef enum:
     MOST_BUCKETS = 1 << 24      # as BUCKETS in flight_recorder/sources.py
 
 
-# A backward waits for ranks that are behind, so that its gradients need no more memory. Where several
-# modules are in a backward they may not be behind, but wait for this rank in another one: after so
-# many seconds it goes on.
+# A backward waits for ranks that are behind, so that its gradients need no more memory. Where
+# several modules are in a backward these may not be behind, but wait for this rank in another one:
+# after so many seconds it goes on.
 cdef double PATIENCE = 2.0
 _expecting = weakref.WeakSet()
 

@@ -33,6 +33,7 @@ import torch
 
 from mpiddp.ddp import shared_parameters
 from mpiddp.optim.elementwise import ELEMENTWISE
+from mpiddp.optim.first_steps import in_portions
 from mpiddp.optim.node_optimizer import NodeOptimizer
 from mpiddp.optim.same_settings import settings_of
 from mpiddp.optim.shown_state import Changes, ShownTable
@@ -190,6 +191,10 @@ class _Part(NodeOptimizer):
             adopted.call(self._inner_step, optimizer, (), {})
         adopted.show(optimizer)
 
+    def keep_state(self) -> None:
+        """Move what the optimizer has made new into shared memory. Not collective."""
+        self._keep_state()
+
     @property
     def inner_groups(self) -> list[dict[str, Any]]:
         """Groups of this rank's parts."""
@@ -299,7 +304,8 @@ class Adopted:
         groups, whole = optimizer.param_groups, optimizer.state
         given = [group["params"] for group in groups]
         outside = [[p for p in params if not self._has(p)] for params in given]
-        if len(self._parts) == 1 and not any(outside):
+        alone = len(self._parts) == 1 and not any(outside)
+        if alone:
             state = self._parts[0].inner_state
         else:
             state = defaultdict(dict)
@@ -311,7 +317,13 @@ class Adopted:
             for number, (group, others) in enumerate(zip(groups, outside, strict=True)):
                 parts = [part.inner_groups[number]["params"] for part in self._parts]
                 group["params"] = [*chain.from_iterable(parts), *others]
-            result = function(optimizer, *args, **kwargs)
+            result = in_portions(
+                type(optimizer) if alone else object,
+                groups,
+                state,
+                lambda: function(optimizer, *args, **kwargs),
+                self._parts[0].keep_state,
+            )
         finally:
             optimizer.state = whole
             for group, params in zip(groups, given, strict=True):

@@ -18,6 +18,7 @@ from mpiddp.ddp.wrapper import DistributedDataParallel
 from mpiddp.optim import grad_scaler, same_settings, whole_parameters
 from mpiddp.optim.blocks import BLOCK_BYTES, Block
 from mpiddp.optim.elementwise import ELEMENTWISE, StateKind
+from mpiddp.optim.first_steps import in_portions
 from mpiddp.optim.gradient_uses import GradientUses
 from mpiddp.optim.members import Member
 from mpiddp.optim.same_settings import settings_of
@@ -294,8 +295,16 @@ class NodeOptimizer(WholeState, GradientUses, UnevenSteps):
         Args:
             settings: of the groups.
         """
+        inner = self._inner
+        assert inner is not None
         with self._stepping(settings):
-            self._inner_step(self._inner)
+            in_portions(
+                self._class,
+                self._inner_groups,
+                inner.state,
+                lambda: self._inner_step(inner),
+                self._keep_state,
+            )
 
     @contextmanager
     def _stepping(self, settings: Iterable[dict[str, Any]]) -> Iterator[None]:

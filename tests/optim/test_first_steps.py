@@ -1,0 +1,53 @@
+"""What an optimizer makes new in its first step is not in memory twice."""
+
+import importlib
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from replicas import SIZE, together
+from torch import nn
+
+from mpiddp import DistributedDataParallel as DDP
+from mpiddp.optim import NodeOptimizer, adopted, first_steps
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes]
+
+
+def private_bytes() -> int:
+    """Return the most that this process had in memory of its own, as far as Linux tells."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+@pytest.mark.parametrize("kind", ["NodeOptimizer", "adopted"])
+def test_state_moves_in_portions(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    adopted.install()
+    monkeypatch.setattr(first_steps, "PORTION_BYTES", 1 << 20)
+    torch.manual_seed(0)
+    width = 1 << 11
+    model = DDP(nn.Sequential(*(nn.Linear(width, width) for _ in range(3))), shared_parameters=True)
+    most = 0
+    module = importlib.import_module("torch.optim.adam")  # AdamW is one
+    step = module.adam
+
+    def noting(*args: object, **kwargs: object) -> None:
+        nonlocal most
+        step(*args, **kwargs)
+        most = max(most, private_bytes())
+
+    monkeypatch.setattr(module, "adam", noting)
+    settings = {"lr": 1e-3, "foreach": False}
+    if kind == "adopted":
+        optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    else:
+        optimizer = NodeOptimizer(model, torch.optim.AdamW, **settings)
+    model(torch.ones(1, width)).sum().backward()
+    before = private_bytes()
+    optimizer.step()
+    state = 2 * sum(p.nbytes for p in model.parameters()) // SIZE
+    with together():
+        assert 0 < most < before + state / 3
