@@ -1,8 +1,9 @@
 """A first step in portions, so that what an optimizer makes new is not there twice.
 
-In its first step an optimizer makes a state for each tensor, in memory of its own, from where it goes
-into the memory that the ranks share. torch's optimizers that treat each element by itself do the
-same if they step some tensors after the others; so each portion's state has gone before the next.
+In its first step an optimizer makes a state for each tensor, in memory of its own, from where it
+goes into the memory that the ranks share. torch's optimizers that treat each element by itself do
+the same if they step some tensors after the others; so each portion's state has gone before the
+next.
 """
 
 from __future__ import annotations
