@@ -198,9 +198,6 @@ PRIVATE_NAMES = [
         "to call it without importing the compiler",
     ),
     *_names("torch.", "_foreach_copy_", "reducer/gpu_bucket", "copies of many tensors on a GPU"),
-    *_names(
-        "torch.", "_foreach_mul_", "optim/uneven_steps", "scales gradients as torch's clip does"
-    ),
     *_names("torch.", "_foreach_norm", "optim/members", "norms as torch's clip takes them"),
     *_names("torch.", "_foreach_zero_", "reducer/gpu_bucket", "zeros in many tensors on a GPU"),
     *_names(
@@ -405,7 +402,7 @@ PRIVATE_NAMES = [
         "torch.nn.parallel.DistributedDataParallel.",
         "_build_debug_param_to_name_mapping _build_params_for_reducer _ddp_init_helper "
         "_delayed_all_reduce_hook _lazy_init _log_and_throw _run_ddp_forward "
-        "_set_ddp_runtime_logging_sample_rate _set_sparse_metadata _setup_in_backward_optimizers "
+        "_post_forward _set_ddp_runtime_logging_sample_rate _set_sparse_metadata _setup_in_backward_optimizers "
         "_update_process_group",
         "ddp/wrapper",
         "overridden in our wrapper, or called by it",
@@ -431,7 +428,7 @@ PRIVATE_NAMES = [
     ),
     *_names(
         "torch.nn.parallel.DistributedDataParallel.",
-        "_post_forward _pre_forward",
+        "_pre_forward",
         "ddp/parameter_sharing ddp/wrapper",
         "overridden in our wrapper, or called by it",
     ),
