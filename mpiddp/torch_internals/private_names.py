@@ -402,8 +402,8 @@ PRIVATE_NAMES = [
         "torch.nn.parallel.DistributedDataParallel.",
         "_build_debug_param_to_name_mapping _build_params_for_reducer _ddp_init_helper "
         "_delayed_all_reduce_hook _lazy_init _log_and_throw _run_ddp_forward "
-        "_post_forward _set_ddp_runtime_logging_sample_rate _set_sparse_metadata _setup_in_backward_optimizers "
-        "_update_process_group",
+        "_post_forward _set_ddp_runtime_logging_sample_rate _set_sparse_metadata "
+        "_setup_in_backward_optimizers _update_process_group",
         "ddp/wrapper",
         "overridden in our wrapper, or called by it",
     ),
