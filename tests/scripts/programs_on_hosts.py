@@ -15,7 +15,6 @@ import os
 import random
 import sys
 import time
-import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -225,8 +224,6 @@ def main() -> None:
 
 
 LIMIT = timedelta(seconds=patience.enough(20))
-# Some of these programs only begin to read gradients late.
-warnings.filterwarnings("ignore", message="the program reads or changes .grad")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0")
 mpiddp.init_process_group(timeout=LIMIT)
 torch.set_num_threads(1)
