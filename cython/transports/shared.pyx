@@ -326,14 +326,15 @@ cdef class SharedTransport:
         return self._allocate(sizes, False)
 
     def allocate_once(self, sizes):
-        """Return a `CommonMemory` for each of `sizes` in bytes, see Note [Means that lie once].
+        """Return memory for each of `sizes` in bytes, see Note [Means that lie once].
 
-        Collective.
+        Collective. A `CommonMemory` each, if that can be.
 
         Raises:
             OSError: some rank has too little memory; raised on all ranks.
         """
-        return self._allocate(sizes, True)
+        # Where the kernel does not tell what a rank has written, nobody could scale means once.
+        return self._allocate(sizes, all(self.node.allgather(shared_memory.knows_own_pages())))
 
     def _allocate(self, sizes, once):
         buckets = SharedBuckets(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mpiddp import DistributedDataParallel as DDP
 from mpiddp.optim import NodeOptimizer
+from mpiddp.transports import shared_memory
 from mpiddp.transports.shared_buckets import SharedBuckets
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes]
@@ -452,3 +453,21 @@ def test_memory_of_stages_and_means() -> None:
         assert len(stages) == 1
         assert len(means) == 8
     node.Free()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_where_the_kernel_does_not_tell(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with pages of another size: gradients lie on each rank then, also if one cannot tell."""
+    if rank == RANK:
+        monkeypatch.setattr(shared_memory, "knows_own_pages", bool)
+    models = both()
+    with together():
+        assert all(bucket.common is None for bucket in models[1][0].reducer.buckets)
+    for step in range(3):
+        for model, optimizer in models:
+            optimizer.zero_grad()
+            loss_of(model, batch(step)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+    assert_same_gradients(models)
+    assert_same_parameters(models[1][0], models[0][0])
