@@ -38,6 +38,7 @@ from mpiddp.system.posix cimport as_timespec, now, store
 from mpiddp.system.running_time cimport look
 from mpiddp.transports.shared_buckets cimport SharedBucket
 from mpiddp.transports.shared_memory cimport Mapping
+from mpiddp.system import memory_files
 from mpiddp.transports import shared_memory
 from mpiddp.transports.shared_buckets import SharedBuckets
 
@@ -334,7 +335,7 @@ cdef class SharedTransport:
             OSError: some rank has too little memory; raised on all ranks.
         """
         # Where the kernel does not tell what a rank has written, nobody could scale means once.
-        return self._allocate(sizes, all(self.node.allgather(shared_memory.knows_own_pages())))
+        return self._allocate(sizes, all(self.node.allgather(memory_files.knows_own_pages())))
 
     def _allocate(self, sizes, once):
         buckets = SharedBuckets(

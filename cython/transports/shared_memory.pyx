@@ -348,15 +348,6 @@ cdef class Mapping:
         PyBuffer_FillInfo(buffer, self, self.address, self.size, 0, flags)
 
 
-def knows_own_pages():
-    """Return whether Linux tells which pages are a process's own. Not collective."""
-    try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as entries:
-            return os.sysconf("SC_PAGE_SIZE") == PAGE and len(entries.read(8)) == 8
-    except OSError:
-        return False
-
-
 def allocate(node, Py_ssize_t size):
     """Return mappings of every rank's piece of `size` zero bytes, in order of rank.
 

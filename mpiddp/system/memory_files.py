@@ -1,11 +1,11 @@
-"""Make anonymous files in memory, which other processes may map, and that nobody can execute."""
+"""Anonymous files in memory, which other processes may map and nobody can execute; their pages."""
 
 from __future__ import annotations
 
 import errno
 import os
 
-__all__ = ["create"]
+__all__ = ["create", "knows_own_pages"]
 
 # Of Linux 6.3 and newer; administrators may refuse files without it (vm.memfd_noexec).
 _NOEXEC_SEAL = 0x8
@@ -28,3 +28,12 @@ def create(name: str) -> int:
         if error.errno != errno.EINVAL:
             raise
         return os.memfd_create(name, os.MFD_CLOEXEC)  # before Linux 6.3
+
+
+def knows_own_pages() -> bool:
+    """Return whether Linux tells which pages of 4 KiB are a process's own. Not collective."""
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as entries:
+            return os.sysconf("SC_PAGE_SIZE") == 4096 and len(entries.read(8)) == 8
+    except OSError:
+        return False

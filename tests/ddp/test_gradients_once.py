@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mpiddp import DistributedDataParallel as DDP
 from mpiddp.optim import NodeOptimizer
-from mpiddp.transports import shared_memory
+from mpiddp.system import memory_files
 from mpiddp.transports.shared_buckets import SharedBuckets
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes]
@@ -459,7 +459,7 @@ def test_memory_of_stages_and_means() -> None:
 def test_where_the_kernel_does_not_tell(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with pages of another size: gradients lie on each rank then, also if one cannot tell."""
     if rank == RANK:
-        monkeypatch.setattr(shared_memory, "knows_own_pages", bool)
+        monkeypatch.setattr(memory_files, "knows_own_pages", bool)
     models = both()
     with together():
         assert all(bucket.common is None for bucket in models[1][0].reducer.buckets)
