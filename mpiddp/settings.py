@@ -109,6 +109,13 @@ def _flag(text: str) -> bool:
     return text == "1"
 
 
+def _domains(text: str) -> str:
+    """Return which ranks share, "" for none."""
+    if text in ("1", "node", "socket", "numa") or (text.isdecimal() and int(text) != 1):
+        return text if text.strip("0") else ""
+    raise ValueError
+
+
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise ValueError
@@ -221,14 +228,15 @@ DEBUG = Setting(
 )
 SHARED_PARAMETERS = Setting(
     "MPIDDP_SHARED_PARAMETERS",
-    "0 or 1",
+    "0, 1, node, socket, numa or a number of ranks",
     "0",
-    "Whether the ranks of a node share the parameters of each wrapped module, and every optimizer "
-    "of torch steps them once for all of them, as `DistributedDataParallel(..., "
-    "shared_parameters=True)` does. What cannot be shared is told, and trained as without it.",
+    "Which ranks of a node share the parameters of each wrapped module, as "
+    "`DistributedDataParallel(..., shared_parameters=...)` does, and every optimizer of torch "
+    "steps them once for all of these. 1 is what suits the machine, mostly the node's. What cannot "
+    "be shared is told, and trained as without it.",
     True,
-    _flag,
-    False,
+    _domains,
+    "",
 )
 DUMP_SIGNAL: Setting[int] = Setting(
     "MPIDDP_DUMP_SIGNAL",

@@ -30,5 +30,5 @@ class Channel:
     @property
     def idle(self) -> bool: ...
     def allocate(
-        self, sizes: Sequence[int], tails: Sequence[int] | None = None, once: bool = False
+        self, sizes: Sequence[int], tails: Sequence[int] | None = None, domain: int | None = None
     ) -> list[BucketMemory]: ...

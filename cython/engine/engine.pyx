@@ -368,7 +368,7 @@ cdef class Channel:
         ):
             self.engine.step()
 
-    def allocate(self, sizes, tails=None, bint once=False):
+    def allocate(self, sizes, tails=None, domain=None):
         """Return a `BucketMemory` for each of `sizes` in bytes; on a GPU, a `GpuMemory`.
 
         Collective.
@@ -377,8 +377,9 @@ cdef class Channel:
             sizes: of the buckets, with their tails.
             tails: how many bytes at the end of each stay in host memory. Ignored on the CPU,
                 where all of them do.
-            once: each mean shall lie once for all ranks of a node, in a `CommonMemory`. Ignored
-                where the transport cannot do that.
+            domain: each mean shall lie once for all ranks of a node that have the same number
+                here, in a `CommonMemory`. Ignored where the transport cannot do that. None, on
+                all ranks: on each rank.
 
         Raises:
             OSError: some rank has too little memory; raised on all ranks.
@@ -386,8 +387,8 @@ cdef class Channel:
         if self.transport is None:
             return allocate_private(sizes)
         if self.device is None:
-            if once and hasattr(self.transport, "allocate_once"):
-                return self.transport.allocate_once(sizes)
+            if domain is not None and hasattr(self.transport, "allocate_once"):
+                return self.transport.allocate_once(sizes, domain)
             return self.transport.allocate(sizes)
         return self.transport.allocate(sizes, tails)
 

@@ -66,7 +66,7 @@ cdef class ReducerState:
     cdef public bint out_of_step    # the ranks have counted different numbers of them
     cdef readonly Py_ssize_t waiting_for     # the bucket that this rank waits for, -1: none
     cdef readonly Py_ssize_t reductions
-    cdef public bint gradients_once   # for all ranks of a node, where the transport can
+    cdef readonly object domain     # number of those ranks that share means; None: they do not
     cdef Bucket in_stage            # laid there last, see Note [Gradients of a node]
     cdef bint is_alone              # other ranks do not come in this backward
     cdef public object agreement    # what the ranks compare in their first reduction, or None

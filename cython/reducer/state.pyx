@@ -73,15 +73,15 @@ cdef class ReducerState:
         lazy_buckets: `lazy_bucket_allocation` of torch's class.
         mixed_precision: the dtype of the gradients and that in which a hook in Python gets them,
             if these are not the parameters'; not together with views.
-        gradients_once: whether the ranks of a node share the means, where the transport can and no
-            hook moves them; only with views.
+        domain: a number; ranks of a node with the same one share the means, where the transport
+            can and no hook moves them. None: they do not. Only with views.
     """
 
     def __init__(self, parameters, process_group, dict channels not None, assign_buckets,
                  describe_parameter, report_missing, *, expect_sparse=None,
                  bint find_unused_parameters=False, bint gradient_as_bucket_view=False,
                  bint skip_unused=False, bint lazy_buckets=False, mixed_precision=None,
-                 bint gradients_once=False):
+                 domain=None):
         cdef Py_ssize_t index, count = len(parameters)
         self.parameters = list(parameters)
         self.process_group = process_group
@@ -98,7 +98,7 @@ cdef class ReducerState:
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.skip_unused = skip_unused
         self.lazy_buckets = lazy_buckets
-        self.gradients_once = gradients_once
+        self.domain = domain
         self.compare_gradients = find_unused_parameters
         self.waiting_for = -1
         self.record_source = -1
@@ -257,7 +257,7 @@ cdef class ReducerState:
     cdef int expect(self, bint expecting) except -1:
         """Note whether a forward has asked for gradients to be reduced."""
         self.expecting = expecting
-        if self.gradients_once:
+        if self.domain is not None:
             (_expecting.add if expecting else _expecting.discard)(self)
         return 0
 

@@ -26,6 +26,7 @@ another one still reads, and counters that only grow need no reset. They wrap ar
 
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, uint32_t
+from libc.string cimport memcpy
 from posix.time cimport timespec
 
 from mpiddp.engine.engine cimport has_failed, look_if_due
@@ -213,11 +214,18 @@ cdef void reduce_chunk(SharedState *state, Job *job, uint32_t chunk) noexcept no
     cdef size_t elements = state.chunk_bytes // element_bytes(job.element)
     cdef size_t first = chunk * elements
     cdef size_t count = min(elements, job.count - first)
-    if bucket.means != NULL:
+    cdef size_t start = chunk * state.chunk_bytes
+    cdef size_t place
+    if bucket.domains:
         selected_kernels().mean_to(
-            job.element, bucket.means + chunk * state.chunk_bytes,
+            job.element, bucket.means[0] + start,
             bucket.buffers, state.ranks, first, count, job.divisor,
         )
+        for place in range(1, bucket.domains):
+            memcpy(
+                bucket.means[place] + start, bucket.means[0] + start,
+                count * element_bytes(job.element),
+            )
     else:
         selected_kernels().mean_in_place(
             job.element, bucket.buffers, state.ranks, first, count, job.divisor,
@@ -324,22 +332,27 @@ cdef class SharedTransport:
         Raises:
             OSError: some rank has too little memory; raised on all ranks.
         """
-        return self._allocate(sizes, False)
+        return self._allocate(sizes, None)
 
-    def allocate_once(self, sizes):
+    def allocate_once(self, sizes, domain):
         """Return memory for each of `sizes` in bytes, see Note [Means that lie once].
 
         Collective. A `CommonMemory` each, if that can be.
+
+        Args:
+            sizes: of the buckets.
+            domain: a number; ranks with the same one share each mean.
 
         Raises:
             OSError: some rank has too little memory; raised on all ranks.
         """
         # Where the kernel does not tell what a rank has written, nobody could scale means once.
-        return self._allocate(sizes, all(self.node.allgather(memory_files.knows_own_pages())))
+        can_be = all(self.node.allgather(memory_files.knows_own_pages()))
+        return self._allocate(sizes, domain if can_be else None)
 
-    def _allocate(self, sizes, once):
+    def _allocate(self, sizes, domain):
         buckets = SharedBuckets(
-            self.node, sizes, self.state.chunk_bytes, has_owners=True, once=once)
+            self.node, sizes, self.state.chunk_bytes, has_owners=True, domain=domain)
         return buckets.memories(sizes, self.state.rank)
 
     def free(self):

@@ -26,20 +26,23 @@ cdef struct SharedBucket:
     uint32_t chunks
     uint32_t next_own       # chunk of its own that this rank takes next
     uint32_t end_of_own
-    char *means             # where the mean goes, once for all ranks; NULL: to each rank's buffer
+    char **means            # where the mean goes, once a domain, this rank's first
+    size_t domains          # how many; 0: the mean goes to each rank's buffer
     int swept               # all chunks of this round are taken
 
 
 cdef class SharedBuckets:
     cdef SharedBucket *buckets
     cdef char **buffers
+    cdef char **mean_places             # of each bucket, in each domain
     cdef list mappings
-    cdef Mapping shown                  # of the means, once for all; what a rank writes is its own
+    cdef Mapping shown                  # of the domain's means; what a rank writes is its own
     cdef Mapping means                  # the same, as all ranks see it
+    cdef list others                    # the means of the other domains
     cdef readonly size_t chunk_bytes
     cdef readonly bint has_owners       # each rank averages the same chunks in every step
 
-    cdef _share_means(self, node, sizes)
+    cdef _share_means(self, node, sizes, domain)
 
 
 cdef size_t owner_of(SharedBucket *bucket, size_t chunk, size_t ranks) noexcept nogil

@@ -13,7 +13,7 @@ class SharedBuckets:
         longer: int = 0,
         *,
         has_owners: bool = False,
-        once: bool = False,
+        domain: int | None = None,
     ) -> None: ...
     def memories(self, sizes: Sequence[int], rank: int) -> list[BucketMemory]: ...
     @property

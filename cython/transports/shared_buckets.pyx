@@ -2,8 +2,9 @@
 
 Note [Means that lie once]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-Where the ranks of a node share parameters they share the means, too. A rank lays what is to be
-reduced into its stage, and the mean goes to a piece of memory that all of them see. It is written
+Where ranks share parameters they share the means, too. A rank lays what is to be reduced into its
+stage, and the mean goes to a piece of memory that all of them see. A node may have several domains
+of such ranks: the mean goes to the memory of each. It is written
 when all ranks have come with that bucket again, so whoever reads it is done by then. A rank sees it
 through a mapping in which what it writes stays its own until `forget_writes`. A rank has one stage:
 a bucket is laid there when the one before it is reduced. Meanwhile autograd makes the gradients of
@@ -43,14 +44,15 @@ cdef class SharedBuckets:
         chunk_bytes: size of a chunk in bytes.
         longer: how many bytes more than that the last chunk of a bucket may have.
         has_owners: each rank averages the same chunks in every step, see `owner_of`.
-        once: the means lie once for all ranks, see Note [Means that lie once].
+        domain: the means lie once for all ranks of the node that have the same number here, see
+            Note [Means that lie once]; None, on all ranks: they lie on each rank.
 
     Raises:
         OSError: some rank cannot make or map some memory; raised on all ranks.
     """
 
     def __init__(self, node, sizes, size_t chunk_bytes, size_t longer=0, *,
-                 bint has_owners=False, bint once=False):
+                 bint has_owners=False, domain=None):
         cdef size_t ranks = node.Get_size()
         cdef size_t index, rank, place, chunks
         cdef Mapping mapping
@@ -59,7 +61,7 @@ cdef class SharedBuckets:
         self.has_owners = has_owners
         widths = [_whole_lines(size) for size in sizes]
         starts, end = _starts(widths)
-        if once:
+        if domain is not None:
             starts, end = [0] * len(sizes), max(widths, default=0)
         chunk_counts = [max(-(-(size - longer) // chunk_bytes), size > 0) for size in sizes]
         # First the meetings, used in rank 0's piece only; then the gradients.
@@ -85,29 +87,50 @@ cdef class SharedBuckets:
             for rank in range(ranks):
                 mapping = self.mappings[rank]
                 self.buckets[index].buffers[rank] = mapping.address + place + <size_t>starts[index]
-        if once:
-            self._share_means(node, sizes)
+        if domain is not None:
+            self._share_means(node, sizes, domain)
 
-    cdef _share_means(self, node, sizes):
+    cdef _share_means(self, node, sizes, domain):
         """Make the memory of the means. Collective over `node`."""
-        cdef size_t index, rank = node.Get_rank()
+        cdef size_t index, place, rank, domains
         cdef SharedBucket *bucket
+        cdef Mapping mapping
+        of_ranks = node.allgather(domain)
+        members = [each for each in range(len(of_ranks)) if of_ranks[each] == domain]
+        rank = members.index(node.Get_rank())
         starts, end = _starts([_whole_pages(size) for size in sizes])
         ranges = []
         for index, size in enumerate(sizes):
             bucket = &self.buckets[index]
             for chunk in range(bucket.chunks):
-                if owner_of(bucket, chunk, len(self.mappings)) == rank:
+                if owner_of(bucket, chunk, len(members)) == rank:
                     at = chunk * self.chunk_bytes
                     ranges.append(
                         (starts[index] + at, starts[index] + min(at + self.chunk_bytes, size)))
-        self.shown = shared_memory.allocate_common(node, max(end, 1), ranges)
-        self.means = self.shown.another()
+        self.others = []
+        for each in sorted(set(of_ranks)):
+            mapping = shared_memory.allocate_common(
+                node, max(end, 1), ranges if each == domain else [])
+            if each == domain:
+                self.shown = mapping
+                self.means = mapping.another()
+            else:
+                self.others.append(mapping)
         self.shown.make_private()
+        domains = 1 + len(self.others)
+        self.mean_places = <char **>calloc(max(len(sizes), 1) * domains, sizeof(char *))
+        if self.mean_places == NULL:
+            raise MemoryError
         for index in range(len(sizes)):
-            self.buckets[index].means = self.means.address + <size_t>starts[index]
+            bucket = &self.buckets[index]
+            bucket.domains = domains
+            bucket.means = self.mean_places + index * domains
+            for place in range(domains):
+                mapping = self.others[place - 1] if place else self.means
+                bucket.means[place] = mapping.address + <size_t>starts[index]
 
     def __dealloc__(self):
+        free(self.mean_places)
         free(self.buckets)
         free(self.buffers)
 
@@ -123,7 +146,7 @@ cdef class SharedBuckets:
             )
             for index, size in enumerate(sizes):
                 start = self.buckets[index].buffers[rank] - own.address
-                at = self.buckets[index].means - self.means.address
+                at = self.buckets[index].means[0] - self.means.address
                 result.append(
                     CommonMemory(
                         shown[at:at + size], self, <uintptr_t>&self.buckets[index],
@@ -161,7 +184,7 @@ cdef class SharedBuckets:
         Args:
             memory: of the bucket, from this object.
         """
-        cdef size_t start = (<SharedBucket *>memory.context).means - self.means.address
+        cdef size_t start = (<SharedBucket *>memory.context).means[0] - self.means.address
         cdef size_t end = start + <size_t>memory.buffer.numel()
         return [
             (first - start, min(last, end) - start)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from mpiddp import settings
+from mpiddp.ddp import memory_domains
 from mpiddp.gpu.runtime import runtime_of
 from mpiddp.mpi import losses
 from mpiddp.reducer import model_check
@@ -31,7 +32,6 @@ _FLAGS = (
     "batched_grad_copy",
     "forward_sync_buffers",
     "lazy_bucket_allocation",
-    "shared_parameters",
 )
 
 
@@ -127,8 +127,8 @@ def has_streams(module: torch.nn.Module) -> bool:
     return any(runtime_of(parameter.device) for parameter in module.parameters())
 
 
-def wants_sharing(module: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
-    """Return whether the ranks of a node are to share the module's parameters.
+def wants_sharing(module: torch.nn.Module, arguments: Mapping[str, Any]) -> str:
+    """Return which ranks are to share the module's parameters, as in `memory_domains`.
 
     Not collective. What only the variable asks for, and what cannot be, is told by rank 0.
 
@@ -137,16 +137,16 @@ def wants_sharing(module: torch.nn.Module, arguments: Mapping[str, Any]) -> bool
     """
     asked = arguments["shared_parameters"]
     if asked is None:
-        if not settings.SHARED_PARAMETERS.read():
-            return False
+        wanted = settings.SHARED_PARAMETERS.read()
         try:
-            check_shared_parameters(module, {**arguments, "shared_parameters": True})
+            check_shared_parameters(module, {**arguments, "shared_parameters": wanted})
         except ValueError as error:
             warn_of_replicas(type(module).__name__, error)
-            return False
-        return True
-    check_shared_parameters(module, arguments)
-    return bool(asked)
+            return ""
+        return wanted
+    wanted = memory_domains.normalized(asked)
+    check_shared_parameters(module, {**arguments, "shared_parameters": wanted})
+    return wanted
 
 
 def warn_of_replicas(name: str, reason: object) -> None:
@@ -228,6 +228,7 @@ def compare(
     last = arguments["param_to_hook_all_reduce"]
     settings = {
         "init_sync": bool(arguments["init_sync"]),
+        "static_graph": bool(arguments["static_graph"]),
         "delay_all_reduce_named_params": delayed and [str(name) for name, *_ in delayed],
         "param_to_hook_all_reduce": next(
             (name for name, parameter in module.named_parameters() if parameter is last), None

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpiddp.ddp import memory_domains
 from mpiddp.ddp.arguments import warn_of_replicas
 from mpiddp.ddp.shared_parameters import SharedParameters
-from mpiddp.mpi import nodes
 from mpiddp.torch_internals.compiler import skip_compilation
 from mpiddp.torch_internals.versions import TorchWrapper
 
@@ -27,6 +27,17 @@ class ParameterSharing(TorchWrapper):
     process_group: ProcessGroup
     reducer: TorchReducer  # type: ignore[assignment]  # answers to the same calls as torch's
     _shared_parameters: SharedParameters | None = None
+    # Which ranks are to share, as in `memory_domains`.
+    _wants_sharing: str
+    # Number of this rank's domain in its node.
+    _domain = 0
+
+    def _find_domain(self) -> int | None:
+        """Return the number of this rank's domain, None if nothing is shared. Collective."""
+        if not self._wants_sharing:
+            return None
+        self._domain = memory_domains.find(self.process_group, self._wants_sharing)
+        return self._domain
 
     def _share_parameters(self, by_variable: bool) -> None:
         """Move the parameters into shared memory. Collective.
@@ -36,9 +47,9 @@ class ParameterSharing(TorchWrapper):
                 rank keeps its own.
         """
         name = type(self.module).__name__
-        if by_variable and self._most_ranks_of_a_node() == 1:
+        if by_variable and self._most_ranks_of_a_domain() == 1:
             if self.process_group.size() > 1:
-                warn_of_replicas(name, "each node has one rank")
+                warn_of_replicas(name, "no two ranks lie beside the same memory")
             return
         named = {
             name: parameter
@@ -46,7 +57,7 @@ class ParameterSharing(TorchWrapper):
             if name not in self.parameters_to_ignore
         }
         try:
-            shared = SharedParameters(named, self.reducer, self.process_group)
+            shared = SharedParameters(named, self.reducer, self.process_group, self._domain)
         except OSError as error:  # the same on all ranks
             if not by_variable:
                 raise
@@ -63,10 +74,10 @@ class ParameterSharing(TorchWrapper):
         shared.is_uneven = is_uneven
         _install_hooks(self.module, shared)
 
-    def _most_ranks_of_a_node(self) -> int:
-        node = nodes.ranks_of_node(self.process_group.communicator)
-        ranks = node.Get_size()
-        node.Free()
+    def _most_ranks_of_a_domain(self) -> int:
+        domain = memory_domains.ranks_of_domain(self.process_group.communicator, self._domain)
+        ranks = domain.Get_size()
+        domain.Free()
         return max(self.process_group.allgather_objects(ranks))
 
     def writing(self) -> AbstractContextManager[None]:

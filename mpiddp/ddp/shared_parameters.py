@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpiddp.ddp import shared_reads
+from mpiddp.ddp import memory_domains, shared_reads
 from mpiddp.ddp.mean_scaling import MeanScaling
 from mpiddp.ddp.node_parts import BucketLayout, lay_out
 from mpiddp.engine import forks
@@ -84,6 +84,8 @@ class SharedParameters:
         named: all parameters that are to be shared, by name; each lies there only once.
         reducer: of the module; its buckets are not rebuilt any more.
         group: the module's process group.
+        domain: a number; ranks of a node with the same one share, see Note [Domains] in
+            memory_domains.py. For them "node" is said here.
 
     Raises:
         OSError: some rank has too little memory, or cannot share it; raised on all ranks.
@@ -93,12 +95,17 @@ class SharedParameters:
     wrapper: Callable[[], Any]
 
     def __init__(
-        self, named: dict[str, torch.nn.Parameter], reducer: TorchReducer, group: ProcessGroup
+        self,
+        named: dict[str, torch.nn.Parameter],
+        reducer: TorchReducer,
+        group: ProcessGroup,
+        domain: int = 0,
     ) -> None:
         reducer.keep_buckets()
         self.reducer = reducer
         self.parameters: list[torch.Tensor] = list(reducer.parameters)
         self.group = group
+        self._domain = domain
         self._timeout = group.timeout.total_seconds()
         self._writing = False
         # Whether this is within join(), where other ranks may be without inputs.
@@ -141,13 +148,13 @@ class SharedParameters:
 
     @property
     def across_nodes(self) -> bool:
-        """Whether there are other nodes."""
+        """Whether there are other nodes, or domains."""
         return self.group.size() > self.ranks
 
     @contextmanager
     def _node(self) -> Iterator[MPI.Comm]:
         """Lend a communicator of the node's ranks. Collective."""
-        node = nodes.ranks_of_node(self.group.communicator)
+        node = memory_domains.ranks_of_domain(self.group.communicator, self._domain)
         try:
             yield node
         finally:

@@ -97,8 +97,9 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
         transport: how gradients travel: "shared" (in memory that the ranks of a node share),
             "exchange" (each rank adds a slice of all), "mpi" (MPI_Iallreduce), or "auto", which
             takes what is faster. None is MPIDDP_TRANSPORT from the environment, else "auto".
-        shared_parameters: whether a node's ranks share parameters, which a NodeOptimizer of
-            `mpiddp.optim` steps; gradients are views. None: what MPIDDP_SHARED_PARAMETERS says.
+        shared_parameters: whether ranks share parameters, which a NodeOptimizer of `mpiddp.optim`
+            steps: those of a "node", "socket" or "numa" node, or so many ranks; True: what suits
+            the machine. Gradients are views. None: what MPIDDP_SHARED_PARAMETERS says.
 
     Raises:
         TypeError: `module` is not a module, `process_group` not of mpiddp, a flag not a bool, or
@@ -119,7 +120,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
     # torch's configuration; None without one, or on a GPU.
     _precision_on_cpu: Any
     _transport: str
-    _wants_sharing: bool
+    _wants_sharing: str
     _default_bucket_sizes: bool
     logger: Logger
     # torch's constructor ends early, and before it sets this, if all parameters are delayed.
@@ -150,14 +151,14 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
         lazy_bucket_allocation: bool = False,
         *,
         transport: str | None = None,
-        shared_parameters: bool | None = None,
+        shared_parameters: bool | int | str | None = None,
     ) -> None:
         arguments = dict(locals())
         forks.check("DistributedDataParallel")
         argument_checks.check_module(module)
         argument_checks.check_flags(arguments)
         argument_checks.check_devices(module, device_ids, output_device)
-        shared_parameters = argument_checks.wants_sharing(module, arguments)
+        sharing = argument_checks.wants_sharing(module, arguments)
         argument_checks.check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
         if is_communicator(process_group):
             process_group = group_of(process_group)
@@ -170,7 +171,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
         object.__setattr__(self, "_init_sync_buffers", with_buffers)
         object.__setattr__(self, "_default_bucket_sizes", bucket_cap_mb is None)
         object.__setattr__(self, "_transport", requested_transport(transport))
-        object.__setattr__(self, "_wants_sharing", shared_parameters)
+        object.__setattr__(self, "_wants_sharing", sharing)
         on_cpu = mixed_precision is not None and not argument_checks.has_streams(module)
         object.__setattr__(self, "_precision_on_cpu", mixed_precision if on_cpu else None)
         with contextlib.ExitStack() as construction, compiler_not_asked():
@@ -187,7 +188,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
                 bucket_cap_mb=bucket_cap_mb,
                 find_unused_parameters=find_unused_parameters,
                 check_reduction=check_reduction,
-                gradient_as_bucket_view=gradient_as_bucket_view or shared_parameters,
+                gradient_as_bucket_view=gradient_as_bucket_view or bool(sharing),
                 static_graph=static_graph,
                 delay_all_reduce_named_params=delay_all_reduce_named_params,
                 param_to_hook_all_reduce=param_to_hook_all_reduce,
@@ -206,9 +207,9 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
             self.mixed_precision = mixed_precision
             _setup_mixed_precision_params(mixed_precision, module)
             _cast_buffers(mixed_precision, module)
-        if shared_parameters:
+        if sharing:
             self._share_parameters(arguments["shared_parameters"] is None)
-            self._wants_sharing = False  # copies have parameters of their own
+            self._wants_sharing = ""  # copies have parameters of their own
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         parameters, expect_sparse = super()._build_params_for_reducer()
@@ -302,7 +303,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
                 skip_unused=self.skip_all_reduce_unused_params,
                 lazy_buckets=self.lazy_bucket_allocation,
                 mixed_precision=dtypes,
-                gradients_once=self._wants_sharing,
+                domain=self._find_domain(),
             )
         except BaseException:
             group.release_channels(channels)

@@ -130,7 +130,7 @@ def _agreed(
     try:
         plain = reducer.compression is None and reducer.python_hook is None
         memories = reducer.channels[device].allocate(
-            sizes, tails, once=reducer.gradients_once and plain
+            sizes, tails, reducer.domain if plain else None
         )
     except Exception as error:
         problem = error

@@ -151,7 +151,8 @@ def _make_parser(name: str = NAME) -> _Parser:
         "--shared-parameters",
         action="store_true",
         help="let the ranks of a node have one copy of the parameters and of the optimizer's "
-        "state, which the script's own optimizers step once for all of them",
+        "state, which the script's own optimizers step once for all of them; "
+        "MPIDDP_SHARED_PARAMETERS=socket: one for each socket",
     )
     parser.add_argument(
         "--data-parallel",
@@ -220,7 +221,8 @@ def _replace(options: argparse.Namespace, program: Program, started: StartedRank
     if options.shared_parameters:
         from mpiddp.optim import adopted  # which most jobs do not use
 
-        os.environ[settings.SHARED_PARAMETERS.name] = "1"
+        if not settings.SHARED_PARAMETERS.read_before_init():
+            os.environ[settings.SHARED_PARAMETERS.name] = "1"
         adopted.install()
         replaced.append("each step of an optimizer by parts of it")
     if options.data_parallel:

@@ -117,7 +117,6 @@ class TestArguments:
             "static_graph",
             "skip_all_reduce_unused_params",
             "batched_grad_copy",
-            "shared_parameters",
         ],
     )
     def test_flag_of_another_type(self, name: str) -> None:

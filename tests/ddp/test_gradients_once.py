@@ -445,7 +445,7 @@ def test_memory_of_stages_and_means() -> None:
 
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     sizes = [1 << 20] * 8
-    buckets = SharedBuckets(node, sizes, 1 << 16, once=True)
+    buckets = SharedBuckets(node, sizes, 1 << 16, domain=0)
     memories = buckets.memories(sizes, node.Get_rank())
     stages = {memory.stage.data_ptr() for memory in memories}
     means = {memory.means.data_ptr() for memory in memories}

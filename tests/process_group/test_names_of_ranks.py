@@ -122,12 +122,13 @@ def test_a_message_of_another_size(group: Any) -> None:
     "odd",
     [
         lambda module: {"init_sync": False},
+        lambda module: {"static_graph": True},
         lambda module: {
             "delay_all_reduce_named_params": [("0.weight", module[0].weight)],
             "param_to_hook_all_reduce": module[1].weight,
         },
     ],
-    ids=["init_sync", "delayed parameters"],
+    ids=["init_sync", "static_graph", "delayed parameters"],
 )
 def test_arguments_that_change_what_is_sent(odd: Callable[[Any], "dict[str, Any]"]) -> None:
     """They are compared before anything is, and refused with both values."""
