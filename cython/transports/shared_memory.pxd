@@ -19,4 +19,4 @@ cdef class Mapping:
 
     cdef void _enlist(self) noexcept nogil
     cdef void _strike_off(self) noexcept nogil
-    cdef object _own_pages(self, Py_ssize_t start, Py_ssize_t end)
+    cdef _map_private(self, int descriptor)

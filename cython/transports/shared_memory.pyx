@@ -51,6 +51,7 @@ from mpiddp.mpi.errors cimport check_errno
 from mpiddp.system.posix cimport (
     pthread_atfork, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock,
 )
+from mpiddp.system.own_pages cimport own_pages
 from mpiddp.system import memory_files
 
 
@@ -93,11 +94,6 @@ cdef extern from *:
 cdef enum:
     PAGE = 4096                     # or a multiple of it
     LARGE_PAGES_FROM = 1 << 21
-    PAGES_AT_ONCE = 1 << 16         # of those that the kernel is asked about
-
-# Of an entry of /proc/self/pagemap: in memory or swapped out; of the file.
-cdef unsigned long long PRESENT = 3ULL << 62
-cdef unsigned long long OF_FILE = 1ULL << 61
 
 # All mappings of this process, and the lock of that list, which a fork holds too.
 cdef Segment *segments = NULL
@@ -230,22 +226,32 @@ cdef class Mapping:
         Raises:
             OSError: the kernel refuses.
         """
+        self._map_private(self.segment.descriptor)
+        self.segment.own_writes = True
+
+    cdef _map_private(self, int descriptor):
         if mmap(
             self.address, self.size, PROT_READ | PROT_WRITE,
-            MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED, self.segment.descriptor, 0,
+            MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED, descriptor, 0,
         ) == MAP_FAILED:
             raise OSError(errno, f"mmap of {self.size} bytes: {os.strerror(errno)}")
         if self.size >= LARGE_PAGES_FROM:
             madvise(self.address, self.size, MADV_HUGEPAGE)
-        self.segment.own_writes = True
 
-    def another(self):
-        """Return another mapping of the same file, which is shared. Not collective.
+    def another(self, *, bint private=False):
+        """Return another mapping of the same file. Not collective.
+
+        Args:
+            private: what this process writes there stays its own; else it is shared.
 
         Raises:
             OSError: the kernel refuses to map the file.
         """
-        return Mapping(self.segment.descriptor, self.size)
+        cdef Mapping mapping = Mapping(self.segment.descriptor, self.size)
+        if private:
+            mapping._map_private(self.segment.descriptor)
+            mapping.segment.private = True      # of a child, too, as it is at the fork
+        return mapping
 
     def changes(self, Mapping file not None):
         """Return where this process sees something else than what is in the file.
@@ -263,7 +269,7 @@ cdef class Mapping:
         cdef size_t start, size, at
         cdef unsigned long long word
         pages = []
-        for start in self._own_pages(0, self.size):
+        for start in own_pages(<size_t>self.address, 0, self.size):
             size = min(<size_t>PAGE, <size_t>self.size - start)
             if not memcmp(file.address + start, self.address + start, size):
                 continue
@@ -283,7 +289,7 @@ cdef class Mapping:
             file: another mapping of the file, which is shared.
         """
         cdef size_t start, size
-        for start in self._own_pages(0, self.size):
+        for start in own_pages(<size_t>self.address, 0, self.size):
             size = min(<size_t>PAGE, <size_t>self.size - start)
             if memcmp(file.address + start, self.address + start, size):
                 memcpy(file.address + start, self.address + start, size)
@@ -304,45 +310,15 @@ cdef class Mapping:
 
         Not collective. Of what lies between two bytes, the first at the begin of a page.
         """
-        return _whole_pages((page, page + 1) for page in self._own_pages(start, end))
+        own = own_pages(<size_t>self.address, start, end)
+        return _whole_pages((page, page + 1) for page in own)
 
     def has_own_pages(self):
         """Return whether this process has written there since `make_private`. Not collective.
 
         True, too, where the kernel does not tell.
         """
-        return bool(self._own_pages(0, self.size))
-
-    cdef object _own_pages(self, Py_ssize_t start, Py_ssize_t end):
-        """Return the first byte of each page that is this process's own, of all if unknown."""
-        cdef size_t first = (<size_t>self.address + start) // PAGE
-        cdef size_t count = (<size_t>(end - start) + PAGE - 1) // PAGE
-        cdef size_t done = 0, at, found
-        cdef const unsigned long long[::1] entries
-        cdef unsigned long long entry
-        own = []
-        try:
-            if os.sysconf("SC_PAGE_SIZE") != PAGE:
-                raise OSError("its entries are of other pages")
-            descriptor = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                while done < count:
-                    found = min(<size_t>PAGES_AT_ONCE, count - done)
-                    some = os.pread(descriptor, 8 * found, 8 * (first + done))
-                    if len(some) < 8:
-                        raise OSError("it ends too early")
-                    found = len(some) // 8
-                    entries = memoryview(some)[:8 * found].cast("Q")
-                    for at in range(found):
-                        entry = entries[at]
-                        if entry & PRESENT and not entry & OF_FILE:
-                            own.append(start + <Py_ssize_t>(done + at) * PAGE)
-                    done += found
-            finally:
-                os.close(descriptor)
-        except OSError:
-            return range(start, end, PAGE)
-        return own
+        return bool(own_pages(<size_t>self.address, 0, self.size))
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         PyBuffer_FillInfo(buffer, self, self.address, self.size, 0, flags)

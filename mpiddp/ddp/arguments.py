@@ -14,7 +14,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from mpiddp import settings
 from mpiddp.ddp import memory_domains
 from mpiddp.gpu.runtime import runtime_of
-from mpiddp.mpi import losses
 from mpiddp.reducer import model_check
 from mpiddp.reducer.bucket import supported_dtypes
 
@@ -176,11 +175,6 @@ def check_shared_parameters(module: torch.nn.Module, arguments: Mapping[str, Any
     ):
         if arguments[name]:
             raise ValueError(f"shared_parameters does not work together with {name}")
-    if losses.can_go_on():
-        raise ValueError(
-            "shared_parameters does not work together with `mpirun --with-ft ulfm`: a rank that is "
-            "lost in its step leaves the others with parameters of which some parts are stepped"
-        )
     for name, parameter in module.named_parameters():
         if parameter.device.type != "cpu":
             raise ValueError(

@@ -176,7 +176,7 @@ class MeanScaling:
         """Multiply now what was put off, and forget it."""
         for index in list(self._factors):
             self.multiply(index)
-        self._end()
+        self.forget()
 
     def multiply_once(self) -> None:
         """Multiply what all ranks have noted, once for them. Collective, as `scale_means` is."""
@@ -185,9 +185,10 @@ class MeanScaling:
             hidden = [i for i in self._factors if id(self._parameters[i]) in _waiting]
             with torch.no_grad():
                 scale_means(shared, self._factors, hidden)
-        self._end()
+        self.forget()
 
-    def _end(self) -> None:
+    def forget(self) -> None:
+        """Forget what was noted. Not collective."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -95,7 +95,9 @@ def find(group: ProcessGroup, wanted: str, system: str | None = None) -> int:
         # Of each rank, by kind: its number there, -1 if it is bound to none; and its node.
         table = group.allgather_objects((places, node.bcast(group.rank())))
         if wanted != AUTO:
-            _explain_unbound(group, wanted, [rank for rank, ([at], _) in enumerate(table) if at < 0])
+            _explain_unbound(
+                group, wanted, [rank for rank, ([at], _) in enumerate(table) if at < 0]
+            )
         known = [
             kind
             for kind in range(len(kinds))
@@ -154,7 +156,9 @@ def _choose(group: ProcessGroup, node: MPI.Comm, domains: Sequence[int]) -> int:
         members = [rank for rank, at in enumerate(node.allgather(of_rank)) if at == of_rank]
         spread = [pieces[rank].chunk(len(members))[0] for rank in members]
         slower.append(_seconds_to_read(node, spread) / alone)
-    medians = [statistics.median(each) for each in zip(*group.allgather_objects(slower), strict=True)]
+    medians = [
+        statistics.median(each) for each in zip(*group.allgather_objects(slower), strict=True)
+    ]
     return next(
         (at for at, times in enumerate(medians) if times <= _HARDLY_SLOWER), len(domains) - 1
     )

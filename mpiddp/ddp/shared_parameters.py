@@ -38,9 +38,9 @@ import torch
 from mpiddp.ddp import memory_domains, shared_reads
 from mpiddp.ddp.mean_scaling import MeanScaling
 from mpiddp.ddp.node_parts import BucketLayout, lay_out
+from mpiddp.ddp.shared_piece import Piece, at, bytes_of, on_its_own
 from mpiddp.engine import forks
 from mpiddp.mpi import nodes
-from mpiddp.reducer.bucket import view_like
 from mpiddp.transports.node_meeting import NodeMeeting
 from mpiddp.transports.shared_memory import Mapping, allocate_common
 
@@ -93,6 +93,8 @@ class SharedParameters:
 
     # Returns the module's wrapper, or None.
     wrapper: Callable[[], Any]
+    # Whether nobody steps them any more.
+    has_left = False
 
     def __init__(
         self,
@@ -108,6 +110,7 @@ class SharedParameters:
         self._domain = domain
         self._timeout = group.timeout.total_seconds()
         self._writing = False
+        self._pieces: list[weakref.ref[Piece]] = []
         # Whether this is within join(), where other ranks may be without inputs.
         self.is_uneven: Callable[[], bool] = bool
         # Do on a rank without inputs what an optimizer does on the others, see UnevenInputs.
@@ -183,6 +186,17 @@ class SharedParameters:
             raise OSError(f"no memory to share parameters in: {problems[0]}")
         return mapping
 
+    def share(self, size: int, ranges: Iterable[tuple[int, int]]) -> Piece:
+        """Return one of `pieces`, which is yet to be `make_private`. Collective, as `allocate`."""
+        piece = Piece(self.allocate(size, ranges))
+        self._pieces.append(weakref.ref(piece))
+        return piece
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Where parameters and the states of optimizers lie, in the order of making."""
+        return [piece for piece in (each() for each in self._pieces) if piece is not None]
+
     def _place(self, named: dict[str, torch.nn.Parameter]) -> None:
         """Move the parameters into shared memory. Collective."""
         starts, ranges, size = [], [], 0
@@ -204,11 +218,9 @@ class SharedParameters:
                     ranges.append((size, size + parameter.nbytes))
                 size += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
         # See Note [Changes of the program].
-        self._mapping = self.allocate(size, ranges)
-        self._file = self._mapping.another()
-        everything, shown = (
-            torch.frombuffer(mapping, dtype=torch.uint8) for mapping in (self._file, self._mapping)
-        )
+        self._piece = self.share(size, ranges)
+        self._mapping, self._file = self._piece.shown, self._piece.file
+        everything, shown = bytes_of(self._file), bytes_of(self._mapping)
         # What is stepped.
         self.flat = [
             everything[start : start + layout.elements * layout.dtype.itemsize].view(layout.dtype)
@@ -226,20 +238,26 @@ class SharedParameters:
         with torch.no_grad():
             if self.rank == 0:
                 for tensor, start in places:
-                    _at(everything, start, tensor).copy_(tensor)
+                    at(everything, start, tensor).copy_(tensor)
             self._meet("construction")
             self._mapping.make_private()
-            self._shown_places = [
-                _on_its_own(_at(shown, start, tensor)) for tensor, start in places
-            ]
+            self._shown_places = [on_its_own(at(shown, start, tensor)) for tensor, start in places]
             for tensor, place in zip(self._shared, self._shown_places, strict=True):
                 tensor.data = place
 
     # Turns, see Note [Whose turn it is].
 
+    def leave(self) -> None:
+        """Be used no more; parameters, maybe half stepped, stay where they are. Not collective."""
+        self.has_left = True
+        self.scaling.forget()
+        shared_reads.allow(self._shared)
+        _all.discard(self)
+        _generation[0] += 1
+
     def check(self) -> None:
         """Raise RuntimeError if a rank has failed: parameters may not be read. Not collective."""
-        if forks.forked():
+        if self.has_left or forks.forked():
             return  # the meeting's memory is not there; what the parent has is all there is
         failed = self._meeting.failed
         if failed is None:
@@ -258,7 +276,7 @@ class SharedParameters:
         Raises:
             RuntimeError: a parameter was converted, or moved to a device.
         """
-        self._put_in_place()
+        self.put_in_place()
         if not self._mapping.has_own_pages():
             return ""
         digest, pages = self._mapping.changes(self._file)
@@ -273,7 +291,7 @@ class SharedParameters:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return f"{', '.join(names[:_SHOWN])}{more} (digest {digest:016x})"
 
-    def _put_in_place(self) -> None:
+    def put_in_place(self) -> None:
         """Copy what the program has put in place of a parameter's tensor into it."""
         for parameter, place in zip(self._shared, self._shown_places, strict=True):
             if parameter.data_ptr() == place.data_ptr():
@@ -377,7 +395,7 @@ class SharedParameters:
         try:
             yield
             self._meet("the end of writing()")
-            self._put_in_place()
+            self.put_in_place()
             if self.rank == 0:
                 self._mapping.keep_writes(self._file)
         except BaseException:
@@ -457,31 +475,18 @@ def all_of_process() -> list[SharedParameters]:
     return sorted(_all, key=lambda each: each.number)
 
 
-def _at(memory: torch.Tensor, start: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of memory from a byte on, like a tensor."""
-    return view_like(memory[start : start + tensor.nbytes].view(tensor.dtype), 0, tensor)
-
-
 def _kind(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
-
-
-def _on_its_own(view: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the memory of a view whose storage has nothing else.
-
-    Otherwise whoever saved one parameter would save all of them.
-    """
-    if not view.numel():
-        return view.detach()
-    start = view.storage_offset() * view.itemsize
-    memory = view.untyped_storage()[start : start + view.nbytes]
-    tensor = torch.empty(0, dtype=view.dtype)
-    tensor.set_(memory, 0, view.size(), view.stride())
-    return tensor
 
 
 def _nothing() -> None:
     return None
 
 
-__all__ = ["BucketLayout", "SharedParameters", "all_of_process", "generation"]
+def leave_all() -> None:
+    """Leave all of this process, see `SharedParameters.leave`. Not collective."""
+    for each in all_of_process():
+        each.leave()
+
+
+__all__ = ["BucketLayout", "SharedParameters", "all_of_process", "generation", "leave_all"]

@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mpiddp.torch_internals.compiler import skip_compilation
 
-__all__ = ["Owner", "refuse"]
+__all__ = ["Owner", "allow", "refuse"]
 
 
 class Owner(Protocol):
@@ -43,6 +43,11 @@ def refuse(owner: Owner, parameters: Sequence[torch.Tensor]) -> None:
     reference = weakref.ref(owner)
     _refused.update((key, reference) for key in keys)
     weakref.finalize(owner, _forget, keys).atexit = False
+
+
+def allow(parameters: Sequence[torch.Tensor]) -> None:
+    """Let readers have these parameters again. Not collective."""
+    _forget([id(parameter) for parameter in parameters])
 
 
 def _forget(keys: Sequence[int]) -> None:

@@ -21,6 +21,7 @@ from mpiddp.checkpoint.ranks import Ranks
 from mpiddp.checkpoint.saving import save
 from mpiddp.checkpoint.sharded import is_sharded
 from mpiddp.checkpoint.snapshots import Snapshots
+from mpiddp.checkpoint.trees import leaves, map_leaves
 from mpiddp.elastic import random_states
 from mpiddp.elastic.parts import (
     Keeper,
@@ -29,6 +30,7 @@ from mpiddp.elastic.parts import (
     set_buffers,
     state_of,
 )
+from mpiddp.elastic.shared_copies import SharedCopies
 
 __all__ = ["Committed"]
 
@@ -38,6 +40,10 @@ _RANDOM, _BUFFERS = "random states", "buffers beside state_dict"
 
 # The share of the time that looking whether a snapshot is due may take.
 _LOOKING = 0.01
+
+
+class _Own:
+    """Stands for what every rank has itself."""
 
 
 class Committed:
@@ -67,6 +73,8 @@ class Committed:
         "weights_only=False). Or name the types: torch.serialization.add_safe_globals"
     )
 
+    # How many commits there are, with the one that is under way.
+    _coming: int
     # When to look whether a snapshot is due, and when that was last: commit, time, seconds.
     _look_at: int
     _looked_at: int
@@ -90,10 +98,12 @@ class Committed:
         self._snapshots = Snapshots(self._name) if self._name else None
         if self._snapshots is not None:
             self._snapshots.alone = False
-        self._keepers = {name: Keeper() for name in parts}
+        self._copies = SharedCopies()
+        self._keepers = {name: Keeper(self._copies) for name in parts}
         for part_name, part in parts.items():
             setattr(self, part_name, part)
         self._interrupted: dict[str, Any] | None = None
+        self._commits = 0
         self._note()
         self._count_from(0)
 
@@ -116,10 +126,10 @@ class Committed:
         """Note that a step is complete: from here training goes on. Every rank calls it.
 
         Collective in those commits that write a checkpoint or look whether a snapshot is due, the
-        same ones on all ranks, else not.
+        same ones on all ranks. Where ranks share parameters it is always collective over these,
+        and they keep one copy together. Else it is not.
         """
-        self._commits += 1
-        self._note()
+        self._note(self._commits + 1)
         if self._snapshots is not None and self._commits >= self._look_at:
             self._look(self._snapshots)
         if self._checkpoints is not None and self._commits % self._every == 0:
@@ -135,6 +145,7 @@ class Committed:
         """
         if not self._whole:
             raise RuntimeError("an exception ended the last commit before it had kept all parts")
+        self._copies.begin_handing_out()
         for name, keeper in self._keepers.items():
             setattr(self, name, keeper.put_back())
         random_states.put_back(self._random)
@@ -162,10 +173,18 @@ class Committed:
         if self._whole:
             self.restore()
         sent = self._everything()
+        own: list[Any] = []
+        if all(state == (True, commits) for state in standing):
+            # What all ranks have, in memory that some share, takes no memory of each.
+            own = list(filter(self._copies.was_handed_out, leaves(sent)))
+        if min(ranks.gather(len(own))) == len(own) > 0:
+            sent = map_leaves(sent, lambda e: _Own() if self._copies.was_handed_out(e) else e)
         buffers = {name: other_buffers(getattr(self, name), sent[name]) for name in sent}
         sent |= {_RANDOM: random_states.packed(self._random), _BUFFERS: buffers}
         taken = ranks.state_from(-source, sent)
         packed, buffers = taken.pop(_RANDOM), taken.pop(_BUFFERS)
+        rest = iter(own)
+        taken = map_leaves(taken, lambda leaf: next(rest) if isinstance(leaf, _Own) else leaf)
         self._take(taken)
         for name, values in buffers.items():
             set_buffers(getattr(self, name), values)
@@ -316,11 +335,30 @@ class Committed:
 
     def _take(self, everything: dict[str, Any]) -> None:
         for name, state in everything.items():
-            setattr(self, name, loaded(getattr(self, name), state))
+            part = loaded(getattr(self, name), state, self._copies.was_handed_out)
+            setattr(self, name, part)
 
-    def _note(self) -> None:
-        self._whole = False
+    def _note(self, commits: int | None = None) -> None:
+        """Keep all parts. Collective where ranks share some of them."""
+        self._coming = self._commits if commits is None else commits
+        self._copies.begin(self._everything)
+        self._keep()
+        self._copies.finish()
+        self._whole = True
+
+    def _keep(self) -> None:
+        self._whole, self._commits = False, self._coming
         for name, keeper in self._keepers.items():
             keeper.keep(getattr(self, name))
         self._random = random_states.current()
-        self._whole = True
+
+    def _leave_node(self) -> None:
+        """Go on without the ranks that share parameters with this one. Not collective.
+
+        For when none of them does anything. A commit that was under way counts if any rank has
+        begun to write it.
+        """
+        if self._copies.take_interrupted():
+            self._keep()
+            self._whole = True
+        self._copies.let_go()

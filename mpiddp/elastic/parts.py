@@ -7,21 +7,28 @@ what a later step changes.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mpiddp.checkpoint.trees import Copier, leaves
+from mpiddp.checkpoint.trees import Copier, leaves, map_leaves
+from mpiddp.elastic.shared_copies import SharedCopies
 
 __all__ = ["Keeper", "loaded", "other_buffers", "set_buffers", "state_of"]
 
 
 class Keeper:
-    """Keeps one part."""
+    """Keeps one part.
 
-    def __init__(self) -> None:
+    Args:
+        copies: of what ranks share.
+    """
+
+    def __init__(self, copies: SharedCopies) -> None:
+        self._copies = copies
         self._copier = Copier()  # of what is large: its memory is used again
         self._part: Any = None
         self._kept: Any = None
@@ -32,23 +39,25 @@ class Keeper:
         self._part = part if _is_stateful(part) else None
         if isinstance(part, nn.Module | torch.optim.Optimizer):
             state = part.state_dict()
+            kept = map_leaves(state, self._copies.held)
             lazy = any(map(is_lazy, leaves(state)))  # it can be copied in no other way
-            self._kept = copy.deepcopy(state) if lazy else self._copier.copied(state)
+            self._kept = copy.deepcopy(kept) if lazy else self._copier.copied(kept)
             others = other_buffers(part, state)
             self._buffers = {name: buffer.detach().clone() for name, buffer in others.items()}
         else:
-            self._kept = copy.deepcopy(state_of(part))
+            self._kept = copy.deepcopy(map_leaves(state_of(part), self._copies.held))
 
     def put_back(self) -> Any:
         """Let the part go back to what is kept; return it, or a copy of the value."""
         part = self._part
+        kept = self._copies.handed_out(copy.deepcopy(self._kept))
         if part is None:
-            return copy.deepcopy(self._kept)
+            return kept
         if isinstance(part, torch.optim.Optimizer):
             del part.param_groups[len(self._kept["param_groups"]) :]  # were added since
         elif isinstance(part, nn.Module):
             set_buffers(part, self._buffers)
-        return loaded(part, copy.deepcopy(self._kept))
+        return loaded(part, kept, self._copies.was_handed_out)
 
 
 def state_of(part: Any) -> Any:
@@ -56,14 +65,41 @@ def state_of(part: Any) -> Any:
     return part.state_dict() if _is_stateful(part) else part
 
 
-def loaded(part: Any, state: Any) -> Any:
-    """Let the part be as `state` says; return it, or a copy of the value."""
+def loaded(part: Any, state: Any, stays: Callable[[Any], bool]) -> Any:
+    """Let the part be as `state` says; return it, or a copy of the value.
+
+    Args:
+        part: of a state.
+        state: is the part's from now on.
+        stays: says of a leaf whether it is a tensor that the part is to have itself, not a copy.
+    """
     if not _is_stateful(part):
-        return copy.deepcopy(state)
-    part.load_state_dict(state)
+        return copy.deepcopy(state, {id(leaf): leaf for leaf in leaves(state) if stays(leaf)})
     if isinstance(part, nn.Module):
+        _load_module(part, state, stays)
         _drop_gradients(part)
+    else:
+        part.load_state_dict(state)
     return part
+
+
+def _load_module(module: nn.Module, state: Any, stays: Callable[[Any], bool]) -> None:
+    now = module.state_dict(keep_vars=True)
+    staying = {
+        name
+        for name, value in state.items()
+        if name in now and stays(value) and (now[name].shape, now[name].dtype) == _kind(value)
+    }
+    rest = copy.copy(state)  # a state_dict has attributes
+    for name in staying:
+        now[name].data = rest.pop(name)
+    unlike = module.load_state_dict(rest, strict=False)
+    if unlike.unexpected_keys or not staying.issuperset(unlike.missing_keys):
+        module.load_state_dict(state)  # which says so
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 def other_buffers(part: Any, state: Any) -> dict[str, Tensor]:

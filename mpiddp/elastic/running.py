@@ -166,6 +166,7 @@ def run_again_after(
                 if not again and not more:
                     _clear(state)
                     return result
+                state._leave_node()
                 if again:
                     state._interrupt()
                 times += lost

@@ -228,9 +228,18 @@ class _Part(NodeOptimizer):
         """Changes when the state has something new to show."""
         return id(self._shown), len(self._shown)
 
+    @property
+    def has_left(self) -> bool:
+        """Whether nobody shares its parameters any more."""
+        return self._shared.has_left
+
     def has(self, parameter: torch.Tensor) -> bool:
         """Return whether this steps a parameter. Not collective."""
-        return id(parameter) in self._indices
+        return self.has_key(id(parameter))
+
+    def has_key(self, key: int) -> bool:
+        """Return whether this steps the parameter with this id. Not collective."""
+        return key in self._indices
 
     def has_state(self, state: Mapping[Any, Any]) -> bool:
         """Return whether there is something in a state for these parameters. Not collective."""
@@ -364,8 +373,16 @@ class Adopted:
 
     # Which parameters it steps in parts.
 
+    def _drop_parts(self, which: Callable[[_Part], bool]) -> None:
+        """Step some parts no more. Not collective."""
+        kept = [part for part in self._parts if not which(part)]
+        if len(kept) < len(self._parts):
+            # What is shown is the state that other parts take.
+            self._parts, self._table, self._shows = kept, None, []
+
     def _find_parts(self, optimizer: Any) -> None:
         """Adopt the optimizer for wrappers that are new. Collective where there are some."""
+        self._drop_parts(lambda part: part.has_left)
         for shared in shared_parameters.all_of_process():
             wrapper = shared.wrapper()
             if wrapper is None or shared in self._seen:
@@ -375,6 +392,8 @@ class Adopted:
             if not any(group["params"] for group in groups):
                 continue
             self._seen.add(shared)
+            # The module was wrapped again.
+            self._drop_parts(functools.partial(_steps_some, own))
             problem = _problem_of(optimizer)
             told = [each for each in shared.group.allgather_objects(problem) if each]
             if not told:
@@ -391,6 +410,11 @@ class Adopted:
                     f"node share them: {told[0]}",
                     stacklevel=4,
                 )
+
+
+def _steps_some(keys: Iterable[int], part: _Part) -> bool:
+    """Return whether a part steps parameters with some of these ids."""
+    return any(map(part.has_key, keys))
 
 
 # By optimizer; an optimizer that is pickled or copied is adopted anew.

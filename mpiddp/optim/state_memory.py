@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpiddp.ddp.shared_parameters import ALIGNMENT, AREA_BYTES
+from mpiddp.ddp.shared_piece import bytes_of
 from mpiddp.reducer.bucket import view_like
 
 if TYPE_CHECKING:
@@ -91,18 +92,17 @@ class StateMemory:
         if total and shared.rank == 0:
             ranges.append((size, size + total))
         # What users see, and may change as Note [Changes of the program] says of parameters.
-        self._mapping = shared.allocate(size + total, ranges)
-        self._file = self._mapping.another()
+        self._piece = shared.share(size + total, ranges)
+        self._mapping, self._file = self._piece.shown, self._piece.file
         self._mapping.make_private()
-        self._bytes = torch.frombuffer(self._file, dtype=torch.uint8)
-        self._shown = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self._bytes, self._shown = bytes_of(self._file), bytes_of(self._mapping)
 
     def changes(self) -> str:
         """Return what the user has changed in place, in words; "" for nothing. Not collective.
 
         Equal words stand for equal changes.
         """
-        digest, _ = self._mapping.changes(self._file)
+        digest = self._piece.changes()
         return f"digest {digest:016x}" if digest else ""
 
     def keep_changes(self) -> None:

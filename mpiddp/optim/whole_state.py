@@ -109,7 +109,7 @@ class WholeState(torch.optim.Optimizer):
         return self.state is not self._shown or self._shown.changes.noted
 
     def _copy_of_edits(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """Return the state as the user has left it; what is not shown as it was is copied."""
+        """Return the state as the user has left it; what lies where it will be put is copied."""
         given = {}
         for member in self._members:
             state = self.state.get(member.tensor)
@@ -117,7 +117,11 @@ class WholeState(torch.optim.Optimizer):
                 continue
             given[member.tensor] = copied = dict(state)
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and not _is_shown(member, key, value):
+                if (
+                    isinstance(value, torch.Tensor)
+                    and not _is_shown(member, key, value)
+                    and any(piece.has(value) for piece in self._shared.pieces)
+                ):
                     copied[key] = value.detach().clone()
         return given
 

@@ -255,7 +255,9 @@ class TestByTheMachine:
         maps = Path("/proc/self/numa_maps")
         if not maps.exists():
             pytest.skip("this kernel has no NUMA")
-        [line] = [each for each in maps.read_text().splitlines() if each.startswith(f"{address:x} ")]
+        [line] = [
+            each for each in maps.read_text().splitlines() if each.startswith(f"{address:x} ")
+        ]
         lie_on = {int(number) for number in re.findall(r" N(\d+)=", line)}
         with together():
             assert "memfd:mpiddp" in line

@@ -292,12 +292,6 @@ class TestOnAllRanks:
         with together(), pytest.raises(ValueError, match="parameter a is on cuda:0"):
             DDP(module, shared_parameters=True)
 
-    def test_refused_where_ranks_may_be_lost(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Set by mpirun --with-ft ulfm; nobody else asks here."""
-        monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
-        with together(), pytest.raises(ValueError, match="with-ft ulfm"):
-            make()
-
 
 MEMORY = """
 import sys, torch, mpiddp

@@ -3,12 +3,14 @@
     mpirun --with-ft ulfm -n 4 python elastic_training.py STEPS [--kill RANK:SECONDS]
         [--kill-at RANK:STEP] [--options JSON] [--grow STEP:COUNT]
         [--admit FOLDER] [--under-way FILE] [--after-another]
-        [--announce-at RANK:STEP]
+        [--announce-at RANK:STEP] [--kill-in RANK:STEP:MEETING]
 
 SECONDS count from when the rank began the function; a rank of -1 is a process that came later.
 With --admit it trains until another job has come, and STEPS more. The FILE is made after 20 steps.
 With --announce-at the end of the job is announced to a rank, and all stop when they are told.
 With --after-another another elastic function has run before.
+With --kill-in a rank is killed when it comes to a meeting of ranks that share parameters, after so
+many steps; the meeting "writing" is the moment in which it has begun to write a commit.
 OPTIONS are those of `elastic.run`. Each rank that ends prints a line of JSON.
 """
 
@@ -19,7 +21,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +32,8 @@ from mpi4py import MPI
 import mpiddp
 from mpiddp import DistributedDataParallel as DDP
 from mpiddp import elastic, preemption
+from mpiddp.ddp.shared_parameters import SharedParameters
+from mpiddp.elastic.shared_copies import _Copy
 
 parser = argparse.ArgumentParser()
 parser.add_argument("steps", type=int)
@@ -39,6 +45,7 @@ parser.add_argument("--admit")
 parser.add_argument("--under-way", type=Path)
 parser.add_argument("--after-another", action="store_true")
 parser.add_argument("--announce-at")
+parser.add_argument("--kill-in", default="-2:0:")
 arguments = parser.parse_args()
 STEPS = arguments.steps
 KILLS = {int(rank): float(after) for rank, _, after in (a.partition(":") for a in arguments.kill)}
@@ -47,12 +54,29 @@ ANNOUNCED, ANNOUNCED_AT = map(int, (arguments.announce_at or "-2:0").split(":"))
 GROW_AT, MORE = map(int, arguments.grow.split(":"))
 CAME = MPI.Comm.Get_parent() != MPI.COMM_NULL or "MPIDDP_JOIN" in os.environ
 ALONE = 0 if CAME or not arguments.admit else MPI.COMM_WORLD.Get_size()
+KILLED_IN, IN_STEP, MEETING = arguments.kill_in.split(":")
 START = -1 if CAME else MPI.COMM_WORLD.Get_rank()
 
 
 def kill_after(seconds: float) -> None:
     time.sleep(seconds)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_in_meeting() -> None:
+    """Let this process end itself where it comes to a meeting."""
+
+    def killing(method: Callable[..., Any], where: int) -> Callable[..., Any]:
+        def meeting(*args: Any) -> Any:
+            name = args[where] if where else "writing"
+            if (name, state.step) == (MEETING, int(IN_STEP)):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return method(*args)
+
+        return meeting
+
+    SharedParameters._meet = killing(SharedParameters._meet, 1)
+    _Copy.write = killing(_Copy.write, 0)
 
 
 torch.set_num_threads(1)
@@ -78,6 +102,8 @@ def train(state):
         threading.Thread(target=kill_after, args=[KILLS[START]], daemon=True).start()
     if arguments.announce_at:
         preemption.install()
+    if int(KILLED_IN) == START:
+        kill_in_meeting()
     ddp = DDP(state.model, init_sync=False)
     loader = torch.utils.data.DataLoader(data, 8, sampler=state.sampler)
     steps = 10**9 if dist.get_world_size() == ALONE else STEPS

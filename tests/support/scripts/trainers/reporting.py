@@ -1,6 +1,8 @@
 """What trainers' scripts share: a report of losses and of when each step ended, and words."""
 
 import json
+import os
+import sys
 import time
 from typing import Any
 
@@ -40,4 +42,6 @@ class Report:
             "times": self._times,
             **more,
         }
-        print(json.dumps(said), flush=True)
+        # On a line of its own, whatever another rank has begun to print.
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), f"\n{json.dumps(said)}\n".encode())
