@@ -144,10 +144,23 @@ def _choose(group: ProcessGroup, node: MPI.Comm, domains: Sequence[int]) -> int:
         node: those of this node.
         domains: this rank's, by division; from the largest domains to the smallest.
     """
-    pieces = [
-        torch.frombuffer(piece, dtype=torch.float32)
-        for piece in shared_memory.allocate(node, _SAMPLE_BYTES)
-    ]
+    slower = group.allgather_objects(_slowness(node, domains))
+    medians = [statistics.median(each) for each in zip(*slower, strict=True)]
+    return next(
+        (at for at, times in enumerate(medians) if times <= _HARDLY_SLOWER), len(domains) - 1
+    )
+
+
+def _slowness(node: MPI.Comm, domains: Sequence[int]) -> list[float]:
+    """Return by division how many times as long as own memory it takes to read a domain's.
+
+    Collective over `node`.
+    """
+    try:
+        allocated = shared_memory.allocate(node, _SAMPLE_BYTES)
+    except OSError:  # on all ranks of the node
+        return [1.0] * len(domains)
+    pieces = [torch.frombuffer(piece, dtype=torch.float32) for piece in allocated]
     own = node.Get_rank()
     pieces[own].fill_(1)
     alone = _seconds_to_read(node, [pieces[own]])
@@ -156,12 +169,7 @@ def _choose(group: ProcessGroup, node: MPI.Comm, domains: Sequence[int]) -> int:
         members = [rank for rank, at in enumerate(node.allgather(of_rank)) if at == of_rank]
         spread = [pieces[rank].chunk(len(members))[0] for rank in members]
         slower.append(_seconds_to_read(node, spread) / alone)
-    medians = [
-        statistics.median(each) for each in zip(*group.allgather_objects(slower), strict=True)
-    ]
-    return next(
-        (at for at, times in enumerate(medians) if times <= _HARDLY_SLOWER), len(domains) - 1
-    )
+    return slower
 
 
 def _seconds_to_read(node: MPI.Comm, parts: Sequence[torch.Tensor]) -> float:

@@ -225,6 +225,18 @@ class TestByTheMachine:
         with together():
             assert len(domains) == (1 if slower else count)
 
+    def test_without_memory_to_measure_in(
+        self, tmp_path: Path, bound: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(node: Any, size: int) -> None:
+            raise OSError("cannot make it")
+
+        system, _ = self.machine(tmp_path, bound)
+        monkeypatch.setattr(memory_domains.shared_memory, "allocate", refuse)
+        domain = memory_domains.find(dist.group.WORLD, "1", system)
+        with together():
+            assert domain == 0
+
     def test_ranks_that_are_not_bound(self, tmp_path: Path) -> None:
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         if "," not in cores:

@@ -213,13 +213,14 @@ def test_a_rank_is_killed(meeting: str) -> None:
 @pytest.mark.parametrize("domains", ["1", "2"])
 def test_others_go_on(domains: str) -> None:
     """Also where a rank is left alone in its domain."""
-    done = train(4, 200, "--kill=1:0.3", MPIDDP_SHARED_PARAMETERS=domains)
+    done = train(4, 60, "--kill-at=1:20", MPIDDP_SHARED_PARAMETERS=domains)
     assert done.returncode == 0
     ended = said(done)
     assert [each["rank"] for each in ended] == [0, 2, 3]
     for each in ended:
-        assert each["steps"] == 200
-        assert each["loss"] == pytest.approx(learned(each["worlds"], 200), rel=1e-6)
+        assert each["worlds"] == [[4, 0], [3, 20]]
+        assert each["steps"] == 60
+        assert each["loss"] == pytest.approx(learned(each["worlds"], 60), rel=1e-6)
 
 
 @pytest.mark.thorough
