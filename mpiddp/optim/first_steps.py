@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mpiddp.optim.elementwise import ELEMENTWISE
+from mpiddp.system import freed_memory
 
 __all__ = ["in_portions"]
 
@@ -49,6 +50,7 @@ def in_portions(
                 group["params"] = params
             results.append(step())
             keep()
+            freed_memory.give_back()
     finally:
         for group, params in zip(groups, whole, strict=True):
             group["params"] = params

@@ -78,7 +78,8 @@ def find() -> dict[int, LaunchedProcess]:
             environment = _environment(folder)
             rank = launchers.told_rank(environment)
             if rank is not None and _job(number, environment) == own_job:
-                found.setdefault(int(rank), []).append(_look_at(folder))
+                process = _look_at(folder)
+                found.setdefault(int(rank), []).append(process)
     return {
         rank: min(each, key=lambda one: (not one.waits, not one.has_mpi, one.began))
         for rank, each in found.items()
