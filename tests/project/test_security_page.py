@@ -107,6 +107,7 @@ PLACES = {
         "mpiddp/runner/stand_ins.py": MODULES,
         "mpiddp/source_folder.py": MODULES,
         "mpiddp/system/cores.py": LIBRARIES,
+        "mpiddp/system/freed_memory.py": LIBRARIES,
         "mpiddp/torch_internals/compiler_loading.py": MODULES,
         "mpiddp/torch_internals/patching.py": MODULES,
         "mpiddp/torch_internals/private_names.py": MODULES,
