@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 __all__ = [
+    "COLLECTIVES",
     "DEBUG",
     "DEVICE_TRANSPORT",
     "DUMP_SIGNAL",
@@ -195,6 +196,16 @@ WIRE = Setting(
     _one_of("auto", "direct", "two-level", "iallreduce"),
     "auto",
 )
+COLLECTIVES = Setting(
+    "MPIDDP_COLLECTIVES",
+    "memory or messages",
+    "memory",
+    "How the operations of a process group travel whose ranks are all on one node: in memory that "
+    "they share, or by messages of MPI, as between nodes.",
+    True,
+    _one_of("memory", "messages"),
+    "memory",
+)
 PROGRESS_THREAD: Setting[bool | None] = Setting(
     "MPIDDP_PROGRESS_THREAD",
     "0 or 1",
@@ -324,6 +335,7 @@ SETTINGS: tuple[Setting[Any], ...] = (
     TRANSPORT,
     DEVICE_TRANSPORT,
     WIRE,
+    COLLECTIVES,
     PROGRESS_THREAD,
     KERNELS,
     DEBUG,

@@ -332,6 +332,15 @@ cdef class Pending:
                 self.ended = True
         self.later = None       # at last: other threads look at it
 
+    def submit(self):
+        """Let the engine move it along. Not collective. Raises what `Requests.submit` does."""
+        self.requests.submit(self)
+
+    @property
+    def job(self):
+        """Where the engine's job is, for its record."""
+        return <size_t>&self.state.job
+
     @property
     def done(self):
         """Whether it is known to have ended, well or not; nothing is tested."""

@@ -19,7 +19,6 @@ import torch
 from torch.distributed import ReduceOp
 
 from mpiddp.engine.interface cimport Job, JobRecord, note_end
-from mpiddp.engine.requests cimport Pending
 from mpiddp.flight_recorder.page cimport (
     last_bucket, last_operation, show_bucket, show_end, show_operation,
 )
@@ -250,16 +249,21 @@ def started(long long id_):
         record.started = now()
 
 
-def attach(long long id_, Pending pending not None):
-    """Let the engine record the end of an operation when its one request has ended.
+def attach(long long id_, size_t address):
+    """Let the engine record the end of an operation when its job has ended.
 
-    Not collective. Called before the request is submitted to the engine.
+    Not collective. Where the job has ended already, `ended` records it.
+
+    Args:
+        id_: of the record.
+        address: of the job.
     """
     cdef Record *record = _find(id_)
+    cdef Job *job = <Job *>address
     if record != NULL:
-        pending.state.job.record_id = id_
-        pending.state.job.shown = last_operation()
-        pending.state.job.record = &record.job
+        job.record_id = id_
+        job.shown = last_operation()
+        job.record = &record.job        # at last: the engine may look
 
 
 def ended(long long id_):

@@ -1,7 +1,6 @@
 from mpi4py import MPI
 
 ROOM: int
-WAYS: dict[tuple[str, str], int]
 HANDED_ON: int
 
 class Block:

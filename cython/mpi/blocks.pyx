@@ -29,23 +29,14 @@ from mpi4py.libmpi cimport (
 from mpi4py.MPI cimport Intracomm, Request
 
 from mpiddp.mpi.errors cimport check
+from mpiddp.mpi.combining import WAYS
 
 cdef extern from "blocks.h":
-    ctypedef struct way_t "struct mpiddp_way":
-        const char *operation
-        const char *dtype
-    const way_t *mpiddp_ways
-    int MPIDDP_WAYS
     int MPIDDP_BLOCK_BYTES
     void mpiddp_combine_blocks(const void *, void *, int) nogil
 
 # How many bytes of data there is room for.
 ROOM = MPIDDP_BLOCK_BYTES - 24
-# How data is combined, by names of operation and dtype, such as ("sum", "float32").
-WAYS = {
-    (mpiddp_ways[index].operation.decode(), mpiddp_ways[index].dtype.decode()): index + 1
-    for index in range(MPIDDP_WAYS)
-}
 HANDED_ON = WAYS["bor", "uint8"]
 
 cdef MPI_Datatype _datatype
@@ -100,7 +91,7 @@ cdef class Block:
         """Take this rank's data along.
 
         Args:
-            way: one of `WAYS`, the same on all ranks.
+            way: one of `combining.WAYS`, the same on all ranks.
             address: where `count` bytes lie.
             count: how many.
             place: where in the data of all ranks they belong, in bytes.

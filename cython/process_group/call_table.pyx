@@ -93,6 +93,31 @@ def call_digest(long long number, str name, detail, tensors):
     return _mixed(digest, <unsigned long long>number)
 
 
+def code_of_name(str name):
+    """Return the part of an operation's name in the digest of its calls."""
+    return crc32(name.encode())
+
+
+def code_of_dtype(dtype):
+    """Return the part of a dtype in the digest of calls that compute with it."""
+    return crc32(describe_dtype(dtype).encode())
+
+
+cdef unsigned long long digest_of(
+    unsigned long long name, long long detail, size_t size, int times, unsigned long long dtype,
+    long long number,
+) noexcept:
+    cdef unsigned long long digest = name
+    cdef int _tensor
+    if detail >= 0:
+        digest = _mixed(digest, <unsigned long long>detail)
+    for _tensor in range(times):
+        digest = _mixed(digest, size)
+        if dtype:
+            digest = _mixed(digest, dtype)
+    return _mixed(digest, <unsigned long long>number)
+
+
 def balance(Py_ssize_t rank, Py_ssize_t element_size, sent, expected):
     """Return a number whose sum over all ranks is zero if both ends of each message agree.
 
@@ -124,11 +149,13 @@ cdef class CallTable:
     Args:
         mapping: `BYTES` bytes that the ranks of the node share, at first zero.
         ranks: of the world, which share them.
+        memory: a `NodeMemory` with room for as many groups, or None.
     """
 
-    def __init__(self, Mapping mapping not None, ranks):
+    def __init__(self, Mapping mapping not None, ranks, memory=None):
         self.mapping = mapping
         self.ranks = frozenset(ranks)
+        self.memory = memory
 
     def take(self, int members):
         """Reserve a page; return its index, -1 where there is none. Not collective.
@@ -155,7 +182,7 @@ cdef class CallTable:
 cdef class CallPage:
     """A process group's part of a `CallTable`. Not collective."""
 
-    def enter(self, long long number, unsigned long long digest):
+    cpdef int enter(self, long long number, unsigned long long digest):
         """Say what this rank calls; return whether that fits what others have said.
 
         Args:
@@ -232,8 +259,12 @@ cdef class CallPage:
         """Since which collective the group is broken, 0 if it is not."""
         return load_word(&self.words[BROKEN_AT])
 
-    def release(self):
-        """Use it no more; the last rank leaves it to another group. Harmless when called twice."""
+    def release(self, memory=None):
+        """Use it no more; the last rank leaves it to another group. Harmless when called twice.
+
+        Args:
+            memory: of the group, which goes with it.
+        """
         cdef Py_ssize_t index
         cdef word_t members
         if self.released:
@@ -242,6 +273,8 @@ cdef class CallPage:
         while True:
             members = load_word(&self.words[MEMBERS])
             if members <= 1:
+                if memory is not None:
+                    memory.clear()
                 for index in range(1, WORDS):
                     store_word(&self.words[index], 0)
                 store_word(&self.words[MEMBERS], 0)

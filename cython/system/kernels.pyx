@@ -40,7 +40,8 @@ cdef extern from "kernels.h" nogil:
     void mpiddp_copy_past_cache(void *, const void *, size_t) noexcept
 
 
-_ELEMENTS = {
+# What the kernels take.
+ELEMENTS = {
     torch.float32: ELEMENT_FLOAT32,
     torch.float64: ELEMENT_FLOAT64,
     torch.float16: ELEMENT_FLOAT16,
@@ -162,12 +163,12 @@ cdef class _Buffers:
 
 
 cdef int _element(tensor) except -1:
-    if tensor.dtype not in _ELEMENTS:
+    if tensor.dtype not in ELEMENTS:
         raise TypeError(
             f"no kernels for {tensor.dtype}; there are some for "
-            f"{', '.join(str(dtype) for dtype in _ELEMENTS)}"
+            f"{', '.join(str(dtype) for dtype in ELEMENTS)}"
         )
-    return _ELEMENTS[tensor.dtype]
+    return ELEMENTS[tensor.dtype]
 
 
 cdef char *_address(tensor, dtype, size_t elements) except? NULL:

@@ -7,3 +7,4 @@ cdef char *plain_gradient(
 ) noexcept
 cdef char *plain_tensor(object tensor, object view, int dtype, bint contiguous) noexcept
 cdef int point_gradient(object parameter, object view) except -1
+cdef char *dense_memory(object tensor, int *dtype, size_t *size) noexcept

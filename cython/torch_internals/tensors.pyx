@@ -38,6 +38,7 @@ ctypedef int32_t (*GetNumber)(Tensor, int32_t *) noexcept nogil
 ctypedef int32_t (*GetSize)(Tensor, int64_t *) noexcept nogil
 ctypedef int32_t (*GetSizes)(Tensor, int64_t **) noexcept nogil
 ctypedef int32_t (*GetFlag)(Tensor, c_bool *) noexcept nogil
+ctypedef int32_t (*GetConstant)() noexcept nogil
 ctypedef int32_t (*Assign)(Tensor, Tensor) noexcept nogil
 # Of C++: methods of c10::TensorImpl, and at::native::is_neg.
 ctypedef Tensor (*Gradient)(void *) noexcept nogil
@@ -48,7 +49,9 @@ cdef struct Functions:
     GetPointer data_ptr
     GetNumber dtype
     GetNumber layout
+    GetNumber device_type
     GetSize dim
+    GetSize numel
     GetSizes sizes
     GetSizes strides
     GetFlag is_defined
@@ -62,7 +65,11 @@ cdef struct Functions:
 cdef Functions functions
 cdef Py_ssize_t tensor_offset       # of the at::Tensor in a Python tensor
 cdef int32_t strided
+cdef int32_t host
+# By torch's number for a dtype, the bytes of an element; 0 for what is not plain.
+cdef unsigned char widths[64]
 cdef bint usable = False
+cdef bint memory_known = False        # whether `dense_memory` may be asked
 cdef bint in_python = False
 
 
@@ -143,6 +150,38 @@ cdef char *plain_elements(Tensor gradient, object view, int dtype, bint contiguo
     return <char *>address
 
 
+cdef char *dense_memory(object tensor, int *dtype, size_t *size) noexcept:
+    """Return where a tensor's elements are, one behind the other; NULL if Python must look.
+
+    Complex tensors are none of these, since they may be conjugates, nor are empty ones.
+
+    Args:
+        tensor: a torch.Tensor.
+        dtype: torch's number for it.
+        size: in bytes.
+    """
+    cdef Tensor pointer = tensor_in(<PyObject *>tensor)
+    cdef void *address = NULL
+    cdef c_bool flag = False
+    cdef int32_t number = -1
+    cdef int64_t elements = 0
+    if not memory_known or in_python:
+        return NULL
+    if functions.device_type(pointer, &number) or number != host:
+        return NULL
+    if functions.layout(pointer, &number) or number != strided:
+        return NULL
+    if functions.is_contiguous(pointer, &flag) or not flag or functions.is_neg(pointer):
+        return NULL
+    if functions.dtype(pointer, &number) or not 0 <= number < 64 or not widths[number]:
+        return NULL
+    if functions.numel(pointer, &elements) or functions.data_ptr(pointer, &address):
+        return NULL
+    dtype[0] = number
+    size[0] = <size_t>elements * widths[number]
+    return <char *>address if elements else NULL
+
+
 cdef bint same_layout(Tensor gradient, Tensor view, bint contiguous) noexcept:
     cdef int64_t dimensions = -1, others = -1
     cdef int64_t *sizes = NULL
@@ -220,6 +259,30 @@ cdef _find_functions():
     functions.mutable_grad = <Gradient>find(core, "_ZN3c1010TensorImpl12mutable_gradEv")
 
 
+# What `dense_memory` takes.
+PLAIN_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool,
+)
+
+
+cdef _find_functions_of_memory():
+    global host
+    cdef void *torch_library = open_loaded("libtorch_cpu.so")
+    functions.device_type = <GetNumber>find(torch_library, "aoti_torch_get_device_type")
+    functions.numel = <GetSize>find(torch_library, "aoti_torch_get_numel")
+    host = (<GetConstant>find(torch_library, "aoti_torch_device_type_cpu"))()
+    for dtype in PLAIN_DTYPES:
+        code = dtype_code(torch.zeros(1, dtype=dtype))
+        if 0 <= code < 64:
+            widths[code] = dtype.itemsize
+
+
+def code_of(dtype):
+    """Return torch's number for a dtype, -1 if it is out of reach. Not collective."""
+    return dtype_code(torch.zeros(1, dtype=dtype))
+
+
 cdef bint _find_offset(tensor) except -1:
     """Return whether the pointer in ``_cdata`` is right behind the object header."""
     global tensor_offset
@@ -262,14 +325,37 @@ cdef bint _agrees_with_python() except -1:
     return parameter.grad is view
 
 
+cdef bint _knows_memory() except -1:
+    """Whether `dense_memory` agrees with Python on some tensors."""
+    global memory_known
+    cdef int dtype = -1
+    cdef size_t size = 0
+    _find_functions_of_memory()
+    memory_known = True
+    whole = torch.zeros(3, 4, dtype=torch.int16)
+    if <size_t>dense_memory(whole[1:], &dtype, &size) != <size_t>whole[1:].data_ptr():
+        return False
+    if size != 16 or dtype != dtype_code(whole):
+        return False
+    for unlike in (whole.t(), whole[:0], torch._neg_view(torch.zeros(2)), torch.zeros(2).to("meta"),
+                   torch.zeros(2, dtype=torch.complex64), torch.zeros(2).to_sparse()):
+        if dense_memory(unlike, &dtype, &size) != NULL:
+            return False
+    return True
+
+
 def _load():
     """Find out whether gradients are within reach."""
-    global usable
+    global memory_known, usable
     try:
         _find_functions()
         usable = _agrees_with_python()
     except LookupError:
         usable = False
+    try:
+        memory_known = usable and _knows_memory()
+    except LookupError:
+        memory_known = False
 
 
 _load()

@@ -1,5 +1,5 @@
 """Each operation of torch.distributed as a function on host tensors.
 
-May import: the leaves, mpi, torch_internals, engine. Must never know how an operation is started,
-waited for or timed: it yields what it waits for.
+May import: the leaves, system, mpi, torch_internals, engine, transports. Must never know how an
+operation is started, waited for or timed: it yields what it waits for.
 """

@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from mpiddp.collectives.operation import Group, Operation
 
 
-def way_of(group: Group, function: Callable[..., Operation]) -> Callable[..., Operation]:
-    """Return what to do in the place of an operation: the same, in a block where it fits in."""
-    return _WAYS.get(function, function) if group.has_blocks else function
-
-
 def _all_reduce(group: Group, tensors: Sequence[torch.Tensor], op: dist.ReduceOp) -> Operation:
     total = yield from _reduced(group, tensors, op)
     if total is None:
@@ -153,7 +148,8 @@ def _combined(group: Group, block: Block) -> Any:
     group.check_block(sent)
 
 
-_WAYS: dict[Callable[..., Operation], Callable[..., Operation]] = {
+# What to do in the place of an operation.
+WAYS: dict[Callable[..., Operation], Callable[..., Operation]] = {
     reductions.all_reduce: _all_reduce,
     reductions.reduce: _reduce,
     reductions.reduce_scatter_single: _reduce_scatter_single,

@@ -203,10 +203,7 @@ def all_to_all_single(
         RuntimeError: the rows cannot be cut like that (torch raises this type).
         TypeError: the dtypes differ.
     """
-    if output.dtype != tensor.dtype:
-        raise TypeError(f"all_to_all of {tensor.dtype} into an output of {output.dtype}")
-    sizes_out = _split_sizes(group, "input", tensor, input_splits)
-    sizes_in = _split_sizes(group, "output", output, output_splits)
+    sizes_out, sizes_in = check_exchanged(group, output, tensor, output_splits, input_splits)
     target = packing.dense(output)
     source = apart(packing.dense(tensor), [target])
     if not input_splits and not output_splits and not _too_large(source):
@@ -257,6 +254,25 @@ def check_gathered_single(group: Group, output: torch.Tensor, tensor: torch.Tens
         )
     if output.dtype != tensor.dtype:
         raise ValueError(f"all_gather of {tensor.dtype} into an output of {output.dtype}")
+
+
+def check_exchanged(
+    group: Group,
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    output_splits: Sequence[int] = (),
+    input_splits: Sequence[int] = (),
+) -> tuple[list[int], list[int]]:
+    """Return the bytes for each rank, and from each, or raise if tensors cannot be cut so.
+
+    Not collective.
+    """
+    if output.dtype != tensor.dtype:
+        raise TypeError(f"all_to_all of {tensor.dtype} into an output of {output.dtype}")
+    return (
+        _split_sizes(group, "input", tensor, input_splits),
+        _split_sizes(group, "output", output, output_splits),
+    )
 
 
 def stacked(outputs: Lists) -> Callable[[], list[Any]]:

@@ -9,11 +9,12 @@ if TYPE_CHECKING:
     import torch
     from mpi4py import MPI
 
+    from mpiddp.collectives.group_memory import GroupMemory, MemoryPending
     from mpiddp.engine.requests import Arrival, Pending
     from mpiddp.mpi.blocks import Block
 
 # See Note [An operation is a generator].
-Operation = Generator["Pending | list[Pending]", None, Any]
+Operation = Generator["Pending | MemoryPending | list[Pending]", None, Any]
 
 
 class SentBlock(NamedTuple):
@@ -41,6 +42,7 @@ class Place(Protocol):
     """Where the ranks of a group are."""
 
     all_here: bool
+    memory: GroupMemory | None
 
 
 class Group(Protocol):
@@ -66,6 +68,10 @@ class Group(Protocol):
     @property
     def communicator(self) -> MPI.Intracomm:
         """The group's communicator; operations start on it in the same order on all ranks."""
+
+    @property
+    def memory(self) -> GroupMemory:
+        """That of its ranks, for a collective that is carried out there in order of the calls."""
 
     def pending(self, request: MPI.Request | Arrival, call: str, *memory: object) -> Pending:
         """Return what to yield for a request that the MPI function `call` has made.

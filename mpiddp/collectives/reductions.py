@@ -112,7 +112,7 @@ def reduce_scatter(
     pending: list[Pending] = []
     started = []
     for output, parts in zip(outputs, inputs, strict=True):
-        _check_parts(group, output, parts)
+        check_parts(group, output, parts)
         how = datatypes.reduction(output.dtype, op)
         total = target_of(output, how)
         received: list[torch.Tensor] = []
@@ -147,14 +147,8 @@ def reduce_scatter_single(
     pending: list[Pending] = []
     started = []
     for output, tensor in zip(outputs, inputs, strict=True):
+        check_single(group, output, tensor)
         count = output.numel()
-        if tensor.numel() != count * group.size():
-            raise ValueError(
-                f"reduce_scatter to {count} elements on each of {group.size()} ranks "
-                f"needs an input of {count * group.size()} elements, not {tensor.numel()}"
-            )
-        if tensor.dtype != output.dtype:
-            raise TypeError(f"reduce_scatter of {tensor.dtype} into an output of {output.dtype}")
         how = datatypes.reduction(output.dtype, op)
         total = target_of(output, how)
         received: list[torch.Tensor] = []
@@ -340,7 +334,20 @@ def _ireduce_scatter(
     return [group.pending(request, "MPI_Ireduce_scatter", flat, total)]
 
 
-def _check_parts(group: Group, output: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+def check_single(group: Group, output: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Raise unless this rank's tensors fit a reduce_scatter of one. Not collective."""
+    count = output.numel()
+    if tensor.numel() != count * group.size():
+        raise ValueError(
+            f"reduce_scatter to {count} elements on each of {group.size()} ranks "
+            f"needs an input of {count * group.size()} elements, not {tensor.numel()}"
+        )
+    if tensor.dtype != output.dtype:
+        raise TypeError(f"reduce_scatter of {tensor.dtype} into an output of {output.dtype}")
+
+
+def check_parts(group: Group, output: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Raise unless this rank's tensors fit a reduce_scatter of lists. Not collective."""
     if len(parts) != group.size():
         raise ValueError(
             f"reduce_scatter needs {group.size()} input tensors, one a rank, not {len(parts)}"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-from mpiddp.mpi import blocks, extremes
+from mpiddp.mpi import combining, extremes
 
 # The dtype that each is added in. 16-bit floats are widened: no datatype for them is known to all
 # MPIs, and one rounding at the end beats one per rank.
@@ -105,7 +105,7 @@ class ReductionRule(NamedTuple):
         operation: the MPI operation.
         divides: whether the caller must divide by the number of ranks after it.
         multiplies: whether the caller must multiply by the op's factor before it.
-        way: how a `Block` carries it out; 0: it cannot.
+        way: of `combining.WAYS`; 0: there is none.
     """
 
     dtype: torch.dtype
@@ -158,7 +158,7 @@ def _reduction(dtype: torch.dtype, kind: Any) -> ReductionRule:
             f"(bitwise operations: integers and bool; MIN and MAX: no complex)"
         )
     names = (_LOGICAL_NAMES if dtype is torch.bool else _NAMES)[kind]
-    way = blocks.WAYS.get((names, str(sum_dtype).removeprefix("torch.")), 0)
+    way = combining.WAYS.get((names, str(sum_dtype).removeprefix("torch.")), 0)
     return ReductionRule(
         sum_dtype, datatype, operation, kind == _Kind.AVG, kind == _Kind.PREMUL_SUM, way
     )

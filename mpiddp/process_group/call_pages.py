@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from mpi4py import MPI
 
+from mpiddp import settings
+from mpiddp.collectives.group_memory import NodeMemory
 from mpiddp.mpi import communicators, nodes
+from mpiddp.process_group import direct_calls
 from mpiddp.process_group.call_blocks import BlockGroup, CallBlocks
 from mpiddp.process_group.call_table import BYTES, CallTable
 from mpiddp.transports.shared_memory import allocate_common
@@ -15,6 +18,7 @@ from mpiddp.transports.shared_memory import allocate_common
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mpiddp.engine.engine import Engine
     from mpiddp.process_group.group_state import GroupState
 
 __all__ = ["make_call_table", "share_page"]
@@ -27,6 +31,14 @@ class NewGroup(BlockGroup, Protocol):
     def state(self) -> GroupState:
         """Whether it can go on."""
 
+    @property
+    def engine(self) -> Engine:
+        """That of the process."""
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the node has more ranks than cores."""
+
 
 def make_call_table(world: MPI.Intracomm) -> CallTable | None:
     """Return a table that the ranks of this node share; None where there is no such memory.
@@ -36,11 +48,22 @@ def make_call_table(world: MPI.Intracomm) -> CallTable | None:
     node = nodes.ranks_of_node(world)
     try:
         ranks = node.allgather(world.Get_rank())
-        return CallTable(allocate_common(node, BYTES, ()), ranks) if len(ranks) > 1 else None
+        if len(ranks) == 1:
+            return None
+        memory = _node_memory(node) if settings.COLLECTIVES.read() == "memory" else None
+        return CallTable(allocate_common(node, BYTES, ()), ranks, memory)
     except OSError:
         return None  # on all ranks of the node
     finally:
         node.Free()
+
+
+def _node_memory(node: MPI.Comm) -> NodeMemory | None:
+    """Return the memory for collectives, None where there is none. Collective over `node`."""
+    try:
+        return NodeMemory(node)
+    except OSError:
+        return None  # on all its ranks
 
 
 def share_page(
@@ -72,5 +95,11 @@ def share_page(
         group.state.page = table.page(indices[here[0]])
         group.state.here = here
         group.state.all_here = len(here) == len(ranks)
+        if group.state.all_here and table.memory is not None:
+            own = communicator.Get_rank()
+            group.state.memory = table.memory.of_group(
+                indices[0], len(ranks), own, group.engine, group.crowded
+            )
+            direct_calls.install(group)
     if not group.state.all_here:
         group.state.blocks = CallBlocks(group, communicators.note(communicator.Dup()))

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpiddp.collectives import in_block, movement, point_to_point, reductions
+from mpiddp.collectives import movement, point_to_point, reductions, ways
 from mpiddp.engine.engine import look_at_others
 from mpiddp.gpu.runtime import Event
 from mpiddp.process_group.gpu_copies import copier_of
@@ -109,7 +109,7 @@ def on_host(
 
     def operate() -> Operation:
         copies.bring(read, written)
-        operation = in_block.way_of(group, function)
+        operation = ways.way_of(group, function)
         result = yield from operation(group, *(copies.of(argument) for argument in arguments))
         if written:
             copies.give_back(written)

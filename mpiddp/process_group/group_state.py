@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mpiddp.process_group.call_table import BROKEN, DIFFERS, FITS, call_digest
 
 if TYPE_CHECKING:
+    from mpiddp.collectives.group_memory import GroupMemory
     from mpiddp.process_group.call_blocks import Call, CallBlocks
     from mpiddp.process_group.call_table import CallPage
 
@@ -74,7 +75,7 @@ class GroupState:
         self._group = group
         # How many collectives have been compared, or refused: the same on all ranks, unless some
         # rank has called another one.
-        self._compared = 0
+        self.compared = 0
         # Why the group is broken, in words; "" while it is not.
         self.reason = ""
         # The group's page in the node's memory; None where it shares none.
@@ -82,6 +83,8 @@ class GroupState:
         # The ranks that share that page, and whether they are all of the group.
         self.here: Sequence[int] = ()
         self.all_here = False
+        # Where its collectives are carried out, if all its ranks share memory.
+        self.memory: GroupMemory | None = None
         # What compares the calls of a group whose ranks share none; None where they do.
         self.blocks: CallBlocks | None = None
 
@@ -110,13 +113,15 @@ class GroupState:
         Raises:
             RuntimeError: they do not fit together, or the group is broken. Nothing was sent.
         """
-        self._compared += 1
+        self.compared += 1
+        if self.memory is not None:
+            self.memory.at_once = call.limit is not None
         if self.page is None and self.blocks is None:
             return 0
-        digest = call_digest(self._compared, call.name, call.detail, call.agreed)
+        digest = call_digest(self.compared, call.name, call.detail, call.agreed)
         if self.page is None:
             return digest
-        found = self.page.enter(self._compared, digest)
+        found = self.page.enter(self.compared, digest)
         if found == BROKEN:
             raise self.error(call.name)
         group = self._group
@@ -126,7 +131,7 @@ class GroupState:
         elif call.elements is not None:
             size = call.tensors[0].element_size() if call.tensors else 1
             sent, expected = ([size * count for count in each] for each in call.elements())
-            other = self.page.exchange(self._compared, group.rank(), sent, expected, self.here)
+            other = self.page.exchange(self.compared, group.rank(), sent, expected, self.here)
             if other >= 0:
                 own = group.describe_ranks([group.rank()])
                 there = group.describe_ranks([other])
@@ -170,12 +175,12 @@ class GroupState:
             detail: its reduction, its root or both.
             error: of its arguments.
         """
-        self._compared += 1
+        self.compared += 1
         if self.blocks is not None:
-            self.blocks.refuse(self._compared, number, name)
+            self.blocks.refuse(self.compared, number, name)
             return
         root = detail[-1] if isinstance(detail, tuple) else detail
-        begun = self.page is not None and self.page.refuse(self._compared) == DIFFERS
+        begun = self.page is not None and self.page.refuse(self.compared) == DIFFERS
         # What is the root's alone, such as a list of a wrong length, the others have not raised.
         if begun or (not self.all_here and root == self._group.rank() and isinstance(root, int)):
             own = self._group.describe_ranks([self._group.rank()])
@@ -241,9 +246,12 @@ class GroupState:
         return bool(self.reason or (self.page is not None and self.page.broken))
 
     def release(self) -> None:
-        """Give back the group's page and the communicator of its blocks. Collective."""
+        """Give back the group's memory and the communicator of its blocks. Collective."""
         page, self.page = self.page, None
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            memory.close()
         if page is not None:
-            page.release()
+            page.release(memory)
         if self.blocks is not None:
             self.blocks.release()

@@ -6,7 +6,7 @@ It does not know the individual operations: `mpiddp.process_group.group` defines
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, cast
@@ -16,7 +16,8 @@ from mpi4py import MPI
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch._C._distributed_c10d import Work as TorchWork
 
-from mpiddp.collectives import in_block
+from mpiddp.collectives import ways
+from mpiddp.collectives.group_memory import GroupMemory, MemoryPending
 from mpiddp.collectives.operation import Operation, SentBlock
 from mpiddp.engine import forks
 from mpiddp.engine.engine import Engine
@@ -26,7 +27,7 @@ from mpiddp.flight_recorder.call_text import Call as RecordedCall
 from mpiddp.flight_recorder.call_text import call_of
 from mpiddp.mpi import communicators, uncaught
 from mpiddp.mpi.blocks import Block
-from mpiddp.process_group import call_check, dispatch_modes, gpu_tensors
+from mpiddp.process_group import call_check, dispatch_modes, gpu_tensors, under_way
 from mpiddp.process_group.call_blocks import Call
 from mpiddp.process_group.futures import FutureCompleter
 from mpiddp.process_group.gpu_tensors import GpuWork
@@ -34,6 +35,7 @@ from mpiddp.process_group.group_state import GroupState
 from mpiddp.process_group.operation_errors import OperationErrors
 from mpiddp.process_group.ordered_starts import kept
 from mpiddp.process_group.roll_call import RollCall
+from mpiddp.process_group.under_way import UnderWay
 from mpiddp.process_group.watchdog import ended_with_block, limited
 from mpiddp.process_group.work import COMPLETED, CompletedWork, Work, each_of
 from mpiddp.process_group.wrapped_modules import WrappedModules
@@ -43,12 +45,6 @@ from mpiddp.torch_internals.profiling import Event
 
 # Seconds within which most operations end: until then their time limit is not even looked at.
 _SHORT = 5e-3
-
-# Seconds that what is under way has to end, once another rank has said that the group is broken.
-_LAST = 1.0
-
-# Memory that MPI may still write to after a time limit was reached, or after Ctrl-C.
-_abandoned: list[object] = []
 
 
 @skip_compilation
@@ -65,7 +61,6 @@ class OperationRunner(OperationErrors):
     """
 
     closed = False  # by `shutdown`
-    _has_abandoned = False
 
     def __init__(
         self,
@@ -85,6 +80,7 @@ class OperationRunner(OperationErrors):
         self._until = 0.0
         self.state = GroupState(self)
         self.engine: Engine = requests.engine
+        self.crowded = requests.crowded
         self.completion = completion
         self.timeout: timedelta = timeout
         # How many collectives this rank has called, and the last: for the roll call.
@@ -97,15 +93,11 @@ class OperationRunner(OperationErrors):
         self.modules = WrappedModules(self.source)
         self._requests = requests
         # MPI wants one thread at a time to start operations on a communicator.
-        self._starting = threading.Lock()
+        self.starting = threading.Lock()
         # Records whose calls of MPI wait without a limit: the watchdog ends the job instead.
         self.without_limit: set[int] = set()
-        # Works that the caller may have forgotten while MPI uses their memory.
-        self._under_way: list[Work] = []
-        self._sweep_at = 16
+        self.under_way = UnderWay()
         self._together: list[Work] | None = None
-        # What nobody waits for.
-        self._left: list[Pending] = []
         # As torch wraps other backends: if the debug level was set before the group was made.
         self._checked = get_debug_level() == DebugLevel.DETAIL
         self._name = ""
@@ -128,6 +120,14 @@ class OperationRunner(OperationErrors):
         if self._uncompared is not None:
             self._compare()
         return self._communicator if self._ahead is None else kept(self._communicator)
+
+    @property
+    def memory(self) -> GroupMemory:
+        """The group's, where it has one; before a collective begins there, calls are compared."""
+        if self._uncompared is not None:
+            self._compare()
+        assert self.state.memory is not None
+        return self.state.memory
 
     @property
     def group_name(self) -> str:  # type: ignore[override]  # torch has a type of its own
@@ -156,8 +156,8 @@ class OperationRunner(OperationErrors):
         if forks.forked():
             return
         self.closed = True
-        self._end_under_way()
-        if self._has_abandoned:  # MPI may use its communicators as well, until the end
+        self.under_way.end()
+        if self.under_way.has_abandoned:  # MPI may use its communicators as well, until the end
             self.forget_communicators()
         self.state.release()
         if self._communicator != MPI.COMM_NULL:
@@ -165,22 +165,10 @@ class OperationRunner(OperationErrors):
 
     def forget_communicators(self) -> None:
         """End what ends soon; then make shutdown free nothing, at an exit. Not collective."""
-        self._end_under_way()
+        self.under_way.end()
         self._communicator = MPI.Intracomm()
         if self.state.blocks is not None:
             self.state.blocks.forget_communicator()
-
-    def _end_under_way(self) -> None:
-        """Wait a little for what other ranks have called as well; abandon the rest."""
-        until = running_time.now() + _LAST
-        for work in self._under_way:
-            if not work.wait_for_end(max(until - running_time.now(), 0.0)):
-                self.abandon(work)
-        self._under_way.clear()
-        for pending in self._left:
-            if not pending.wait(_LAST):
-                self.abandon(pending)
-        self._left.clear()
 
     # Several operations as one.
 
@@ -221,8 +209,7 @@ class OperationRunner(OperationErrors):
 
     def abandon(self, *memory: object) -> None:
         """Keep memory that MPI may still use though nobody waits any more. Not collective."""
-        self._has_abandoned = True
-        _abandoned.append(memory)
+        self.under_way.abandon(*memory)
 
     def ends(self, pending: Pending, name: str, until: float, number: int = 0) -> bool:
         """Wait for a part of operation `name`; return whether it has ended by the running time.
@@ -235,17 +222,16 @@ class OperationRunner(OperationErrors):
         while True:
             told = self.state.reason
             left = max(until - running_time.now(), 0.0)
-            if pending.wait(min(left, _LAST)):
+            if pending.wait(min(left, under_way.LAST)):
                 return True
             if told:
                 raise self._broken_meanwhile(name, number)
-            if left <= _LAST:
+            if left <= under_way.LAST:
                 return False
 
     def leave(self, pending: Pending) -> None:
         """Let the engine move something along that nobody waits for. Not collective."""
-        self._requests.submit(pending)
-        self._left = [each for each in self._left if not each.done] + [pending]
+        self.under_way.leave(pending)
 
     def wait_until(self, pending: Pending, name: str, limit: float, number: int) -> None:
         """Wait for the first part of a collective that is being started, at most `limit` seconds.
@@ -256,11 +242,11 @@ class OperationRunner(OperationErrors):
             RuntimeError: other ranks did not come in time, or have broken the group.
         """
         until = 0.0
-        self._starting.release()
+        self.starting.release()
         try:
             until = self._wait(pending, name, limit, number)
         finally:
-            self._starting.acquire()
+            self.starting.acquire()
             self._until = until
 
     @property
@@ -279,15 +265,14 @@ class OperationRunner(OperationErrors):
 
     def hurry(self) -> None:
         """Let what is under way end soon: the group is broken. In any thread."""
-        for work in list(self._under_way):
-            work.deadline = min(work.deadline, running_time.now() + _LAST)
+        self.under_way.hurry()
 
     def recorded(self, name: str) -> AbstractContextManager[None]:
         """Record what runs within as one collective. After the group's time limit the job ends.
 
         Collective. For calls of MPI that wait for other ranks and have no limit. `name`: in words.
         """
-        with self._starting:
+        with self.starting:
             return limited(self, self._enter(name))
 
     # Internal.
@@ -371,8 +356,8 @@ class OperationRunner(OperationErrors):
                 self, name, function, arguments, beside=not at_once
             )
         else:
-            operation = in_block.way_of(self, function)(self, *arguments)
-        with self._starting:
+            operation = ways.way_of(self, function)(self, *arguments)
+        with self.starting:
             if message:
                 # The second argument of both functions is the other rank.
                 source, count = self._messages.next(name == "send", arguments[1])
@@ -419,7 +404,8 @@ class OperationRunner(OperationErrors):
             finally:
                 ahead, until = self._ahead, self._until
                 self._ahead, self._until = None, 0.0
-        waited = pending if isinstance(pending, list) else [pending]
+        # What comes from memory has all methods that are called here.
+        waited = cast("list[Pending]", pending if isinstance(pending, list) else [pending])
         if ahead is not None:
             waited = [ahead.pending, *waited]
         if at_once:
@@ -437,15 +423,14 @@ class OperationRunner(OperationErrors):
         if not work.is_completed():
             # Requests of one operation end at about the same time.
             if waited:
-                ring.attach(record, waited[-1])
+                ring.attach(record, waited[-1].job)
             for each in waited:
                 if each.begun and not each.done:
-                    self._requests.submit(each)
+                    each.submit()
             if ahead is not None and self.state.blocks is not None:
                 self.state.blocks.starts.add(ahead, waited[1:])
-            self._under_way.append(work)
-        if len(self._under_way) > self._sweep_at:
-            self._sweep()
+            self.under_way.add(work)
+        self.under_way.sweep_if_due()
         if self._together is not None:
             self._together.append(work)
         return work
@@ -453,7 +438,7 @@ class OperationRunner(OperationErrors):
     def _finish(
         self,
         name: str,
-        operation: Operation,
+        operation: Iterator[object],
         waited: list[Pending],
         opts: Any,
         number: int,
@@ -476,6 +461,13 @@ class OperationRunner(OperationErrors):
                 raise AssertionError(f"{name} has a second step")
         return COMPLETED
 
+    def wait_directly(
+        self, name: str, pending: MemoryPending, opts: Any, number: int, record: int
+    ) -> CompletedWork:
+        """Wait for a collective that `DirectCalls` has begun. Collective."""
+        waited = [cast(Pending, pending)]
+        return self._finish(name, iter(()), waited, opts, number, record, 0.0)
+
     def _wait(
         self, pending: Pending, name: str, limit: float, number: int, until: float = 0.0
     ) -> float:
@@ -485,11 +477,6 @@ class OperationRunner(OperationErrors):
             if not self.ends(pending, name, until, number):
                 raise self.timed_out(name, limit, number)
         return until
-
-    def _sweep(self) -> None:
-        """Forget the works that are over."""
-        self._under_way = [work for work in self._under_way if not work.end_if_due()]
-        self._sweep_at = 16 + 2 * len(self._under_way)
 
     def _limit(self, opts: Any) -> float:
         """Return the time limit in seconds: the call's own, or the group's."""

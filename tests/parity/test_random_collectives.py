@@ -25,10 +25,10 @@ COUNTS = [1, 7, 300, 5000, 70000]
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpiddp.process_group import operation_runner, roll_call
+    from mpiddp.process_group import roll_call, under_way
 
     monkeypatch.setattr(roll_call, "_PERIOD", 0.03)
-    monkeypatch.setattr(operation_runner, "_LAST", 0.1)
+    monkeypatch.setattr(under_way, "LAST", 0.1)
 
 
 def value(number: int, who: int, count: int) -> torch.Tensor:

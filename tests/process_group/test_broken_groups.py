@@ -39,10 +39,10 @@ SIZES_DIFFER = [
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpiddp.process_group import operation_runner, roll_call
+    from mpiddp.process_group import roll_call, under_way
 
     monkeypatch.setattr(roll_call, "_PERIOD", 0.03)
-    monkeypatch.setattr(operation_runner, "_LAST", 0.1)
+    monkeypatch.setattr(under_way, "LAST", 0.1)
 
 
 def sizes_that_differ(part: Any, more: int, later: bool = False) -> dict[str, Callable[[], Any]]:
@@ -212,12 +212,12 @@ def test_a_late_message_is_not_written(later: bool) -> None:
         assert work is not None
         while later and not work.is_completed():
             time.sleep(0.01)
-            part._sweep()  # as the next operation does
+            part.under_way.sweep()  # as the next operation does
         with pytest.raises(RuntimeError, match=r"has waited 0\.4 s"):
             work.wait()
         tensor.fill_(-1)
     elif rank() == 0:
-        part.state.page = part.state.blocks = None
+        part.state.page = part.state.blocks = part.state.memory = None
         part.hear = lambda reason: None
     dist.barrier()
     if rank() == 0:

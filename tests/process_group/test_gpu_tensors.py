@@ -161,7 +161,7 @@ class TestOrder:
             dist.barrier()
             end = time.monotonic() + 20
             while tensor[0] != summed(0) and time.monotonic() < end:
-                group()._sweep()
+                group().under_way.sweep()
                 time.sleep(0.001)
             assert tensor.tolist() == [summed(0)] * 3
 
@@ -398,7 +398,7 @@ class TestMemory:
             while work._operation is not None:
                 work.wait_for_end()
             del tensor, work
-            group()._sweep()
+            group().under_way.sweep()
             gc.collect()
             assert alive() is not None  # the copy back is under way
             simulated.release()
@@ -416,7 +416,7 @@ class TestMemory:
             work = all_reduce(tensor)
             work.wait()
             del tensor, work
-            group()._sweep()
+            group().under_way.sweep()
             gc.collect()
             assert alive() is None
 
@@ -427,7 +427,7 @@ class TestMemory:
             for _ in range(50):
                 all_reduce(torch.ones(3)).wait()
                 dist.all_reduce(torch.ones(3))
-            group()._sweep()
+            group().under_way.sweep()
             gc.collect()
             after = simulated.counts
             assert after.streams == before.streams

@@ -13,7 +13,7 @@ from replicas import RANK, SIZE, gather, together
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mpiddp import DistributedDataParallel as DDP
-from mpiddp.process_group import operation_runner
+from mpiddp.process_group import under_way
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)
@@ -261,7 +261,7 @@ def test_destroyed_before_anybody_has_waited(where: str) -> None:
 @pytest.mark.parametrize("where", WHERE)
 def test_destroyed_where_some_have_not_called(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose memory is kept, and the communicator with it."""
-    monkeypatch.setattr(operation_runner, "_LAST", 0.1)
+    monkeypatch.setattr(under_way, "LAST", 0.1)
     for _ in range(3):
         part = new_group(where, timedelta(seconds=60))
         if RANK == 0:

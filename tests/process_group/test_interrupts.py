@@ -56,7 +56,7 @@ if rank == 0:
     except RuntimeError as error:
         assert "has waited" in str(error), error
         print("timed out", flush=True)
-    part._under_way.clear()     # as if it were swept
+    part.under_way.works.clear()     # as if it were swept
     gc.collect()
     # Of the sizes that the operation had, and others.
     others = [

@@ -148,7 +148,7 @@ def test_forgotten_works_end_all_the_same() -> None:
     end = time.monotonic() + 20
     left = torch.ones(1)  # on how many ranks there are some: all make as many calls
     while left[0] > 0 and time.monotonic() < end:
-        part._sweep()
+        part.under_way.sweep()
         gc.collect()
         left.fill_(any(storage() is not None for storage in storages))
         dist.all_reduce(left, group=part, async_op=True).wait()
@@ -226,7 +226,7 @@ class TestFutures:
         del work
         end = time.monotonic() + 20
         while held() is not None and time.monotonic() < end:  # a thread may be looking at it
-            group()._sweep()
+            group().under_way.sweep()
             gc.collect()
         assert held() is None
 

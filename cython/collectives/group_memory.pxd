@@ -1,0 +1,33 @@
+from mpiddp.collectives.memory_jobs cimport MemoryJob, MemoryState
+from mpiddp.engine.engine cimport Channel, Engine
+from mpiddp.engine.interface cimport Job
+from mpiddp.transports.shared_memory cimport Mapping
+
+
+cdef class NodeMemory:
+    cdef Mapping mapping
+    cdef readonly Py_ssize_t ranks
+
+
+cdef class GroupMemory:
+    cdef MemoryState state
+    cdef Mapping mapping
+    cdef Engine engine
+    cdef Channel channel        # None until something is submitted
+    cdef list under_way         # what the engine moves along
+    cdef public bint at_once    # whether the caller waits for what is begun next
+
+    cdef bint is_free(self)
+    cdef void give_up(self)
+    cdef char **_addresses(self, addresses) except NULL
+    cdef MemoryPending start(self, MemoryPending pending, object memory)
+
+
+cdef class MemoryPending:
+    cdef MemoryJob job_state
+    cdef GroupMemory group
+    cdef object memory          # what is read and written
+    cdef bint ended             # without the engine
+    cdef bint submitted
+
+    cdef int drive(self) noexcept nogil

@@ -1,0 +1,355 @@
+"""The memory in which the ranks of a process group carry out collectives, and those under way.
+
+A group has its part of one piece that all ranks of the node share, see Note [One piece for all] in
+transports/shared_memory.pyx; what no collective has written to takes no memory. A collective begins
+on the thread that calls it. What other ranks hold up is handed to the engine, in the order of the
+calls, on a channel of the group; see Note [Rounds in memory].
+"""
+
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+
+from mpiddp.collectives.memory_jobs cimport (
+    EXCHANGE, FILL, GATHER_ALL, HEAD_BYTES, MEET, REDUCE_ALL, REDUCE_PARTS, REDUCE_TO_ROOT,
+    REGION_BYTES, SPREAD, MemoryState, advance,
+)
+from mpiddp.engine.engine cimport WAIT_DONE, look_if_due
+from mpiddp.engine.forks cimport is_child
+from mpiddp.engine.interface cimport ADVANCE_DONE, Transport
+from mpiddp.system.posix cimport load, now, peek
+from mpiddp.system.running_time cimport look
+from mpiddp.system.waiting cimport SPIN, give_way
+from mpiddp.transports.shared cimport Bell, load32, sleep_on
+from mpiddp.engine.forks import check as check_process
+from mpiddp.transports.shared_memory import allocate_common
+
+
+cdef extern from "<sys/mman.h>" nogil:
+    int madvise(void *, size_t, int)
+    const int MADV_REMOVE
+
+# How many groups there may be at a time; more do without.
+GROUPS = 1024
+# What the kernels have no element type for.
+NO_ELEMENT = -1
+
+cdef double SIGNAL_CHECK = 0.1
+# Seconds in which a caller waits for other ranks before it lets the engine do so.
+cdef double PATIENCE = 200e-6
+
+
+cdef unsigned int take_ticket(Transport *transport) noexcept nogil:
+    return load32(&(<MemoryState *>transport).bell.rung)
+
+
+cdef void sleep(Transport *transport, unsigned int ticket, double seconds) noexcept nogil:
+    sleep_on((<MemoryState *>transport).bell, ticket, seconds)
+
+
+cdef class NodeMemory:
+    """Room for the groups of a node.
+
+    Collective over `node`.
+
+    Args:
+        node: an mpi4py communicator whose ranks share memory; it is not needed afterwards.
+
+    Raises:
+        OSError: the ranks cannot share memory; raised on all ranks.
+    """
+
+    def __init__(self, node):
+        self.ranks = node.Get_size()
+        self.mapping = allocate_common(node, GROUPS * self.ranks * REGION_BYTES, ())
+
+    def of_group(self, Py_ssize_t index, Py_ssize_t ranks, Py_ssize_t rank, engine, bint crowded):
+        """Return what a group has of it. Not collective.
+
+        Args:
+            index: of the group, the same on all its ranks and on no other group's; below `GROUPS`.
+            ranks: how many the group has, all of this node.
+            rank: this one, in the group.
+            engine: of the process.
+            crowded: there are more ranks than cores.
+        """
+        cdef GroupMemory group = GroupMemory.__new__(GroupMemory)
+        assert 0 <= index < GROUPS and 0 <= rank < ranks <= self.ranks
+        group.mapping = self.mapping
+        group.engine = engine
+        group.under_way = []
+        group.state.regions = self.mapping.address + <size_t>(index * self.ranks) * REGION_BYTES
+        group.state.bell = <Bell *>(group.state.regions + HEAD_BYTES - sizeof(Bell))
+        group.state.ranks = ranks
+        group.state.rank = rank
+        group.state.transport.advance = advance
+        group.state.transport.take_ticket = take_ticket
+        group.state.transport.sleep = sleep
+        group.state.transport.call = "the wait in the node's memory"
+        group.state.transport.quiet = True
+        group.state.transport.wants_thread = True
+        group.state.transport.crowded = crowded
+        return group
+
+
+cdef class GroupMemory:
+    """Collectives of one group in memory. Made by `NodeMemory.of_group`.
+
+    The methods begin one, and return what waits for it. Collective: all ranks begin the same ones
+    in the same order. Addresses are of memory that `memory` keeps; bytes are the same on all ranks.
+
+    Attributes:
+        at_once: whether the caller waits at once for what it begins next.
+    """
+
+    @property
+    def address(self):
+        """Where the engine finds the C ``Transport``."""
+        return <size_t>&self.state.transport
+
+    def meet(self):
+        """Wait for all ranks."""
+        cdef MemoryPending pending = MemoryPending.__new__(MemoryPending)
+        pending.job_state.kind = MEET
+        return self.start(pending, None)
+
+    def reduce(
+        self, size_t source, size_t target, size_t size, int element, int way, double divisor,
+        int root, memory,
+    ):
+        """Reduce `size` bytes of all ranks in order of rank.
+
+        Args:
+            source: where this rank's are.
+            target: where the result goes, which may be `source`.
+            size: bytes.
+            element: of the kernels; `NO_ELEMENT`: see `way`.
+            way: of `mpi.combining.WAYS`.
+            divisor: by which the kernels divide the sum.
+            root: which rank gets the result; -1: all.
+            memory: what is kept.
+        """
+        cdef MemoryPending pending = MemoryPending.__new__(MemoryPending)
+        pending.job_state.kind = REDUCE_ALL if root < 0 else REDUCE_TO_ROOT
+        pending.job_state.root = <unsigned int>max(root, 0)
+        pending.job_state.source = <char *>source
+        pending.job_state.target = <char *>target
+        pending.job_state.size = size
+        self._reduces(pending, element, way, divisor)
+        return self.start(pending, memory)
+
+    def reduce_parts(
+        self, sources, size_t target, size_t size, int element, int way, double divisor, memory
+    ):
+        """Reduce for each rank `size` bytes of all ranks, and take those for this one.
+
+        Args:
+            sources: an address for each rank; the others as for `reduce`.
+        """
+        cdef MemoryPending pending = MemoryPending.__new__(MemoryPending)
+        pending.job_state.kind = REDUCE_PARTS
+        pending.job_state.target = <char *>target
+        pending.job_state.size = size
+        pending.job_state.sources = self._addresses(sources)
+        self._reduces(pending, element, way, divisor)
+        return self.start(pending, memory)
+
+    def gather(self, size_t source, targets, size_t size, memory):
+        """Take `size` bytes of each rank.
+
+        Args:
+            source: where this rank's are.
+            targets: for each rank, where its bytes go. This rank's may be `source`.
+            size: bytes of one rank.
+            memory: what is kept.
+        """
+        cdef MemoryPending pending = MemoryPending.__new__(MemoryPending)
+        pending.job_state.kind = GATHER_ALL
+        pending.job_state.source = <char *>source
+        pending.job_state.size = size
+        pending.job_state.targets = self._addresses(targets)
+        return self.start(pending, memory)
+
+    def spread(self, size_t address, size_t size, int root, memory):
+        """Take `size` bytes of one rank, which has them there, to the same address."""
+        cdef MemoryPending pending = MemoryPending.__new__(MemoryPending)
+        pending.job_state.kind = SPREAD
+        pending.job_state.root = <unsigned int>root
+        pending.job_state.source = pending.job_state.target = <char *>address
+        pending.job_state.size = size
+        return self.start(pending, memory)
+
+    def exchange(self, sources, targets, size_t size, memory):
+        """Send `size` bytes to each rank, and take as many from each."""
+        cdef MemoryPending pending = MemoryPending.__new__(MemoryPending)
+        pending.job_state.kind = EXCHANGE
+        pending.job_state.size = size
+        pending.job_state.sources = self._addresses(sources)
+        pending.job_state.targets = self._addresses(targets)
+        return self.start(pending, memory)
+
+    def _reduces(self, MemoryPending pending, int element, int way, double divisor):
+        pending.job_state.element = element
+        pending.job_state.way = way if element == NO_ELEMENT else 0
+        pending.job_state.job.divisor = divisor
+
+    cdef char **_addresses(self, addresses) except NULL:
+        cdef char **result
+        cdef Py_ssize_t rank
+        assert len(addresses) == self.state.ranks
+        result = <char **>calloc(self.state.ranks, sizeof(char *))
+        if result == NULL:
+            raise MemoryError
+        for rank in range(self.state.ranks):
+            result[rank] = <char *><size_t>addresses[rank]
+        return result
+
+    cdef MemoryPending start(self, MemoryPending pending, object memory):
+        cdef bint first = self.is_free()
+        pending.group = self
+        pending.memory = memory
+        pending.job_state.phase = FILL
+        pending.job_state.job.count = 1
+        pending.job_state.job.context = &pending.job_state
+        if first:
+            with nogil:
+                pending.ended = pending.drive()
+        if pending.ended:
+            pending.memory = None
+            return pending
+        if self.channel is None:
+            self.channel = self.engine.open_channel(self)
+        while self.under_way and self.under_way[0].left:    # they end in their order
+            del self.under_way[0]
+        self.under_way.append(pending)
+        pending.submitted = True
+        self.channel.submit(&pending.job_state.job)
+        return pending
+
+    def close(self):
+        """Touch the memory no more. What is under way never ends. Not collective."""
+        self.give_up()
+        if self.channel is not None and not load(&self.channel.state.failure):
+            self.engine.close_channel(self.channel)
+            self.under_way.clear()
+        self.channel = None
+
+    cdef bint is_free(self):
+        """Whether nothing is under way, and something may begin."""
+        return not self.state.given_up and (
+            not self.under_way or self.under_way[len(self.under_way) - 1].left
+        )
+
+    cdef void give_up(self):
+        """Let what is under way go, and wait until the engine has done so."""
+        self.state.given_up = True
+        if self.channel is None:
+            return
+        # After a failure the engine does not look at a channel any more.
+        while peek(&self.channel.state.pending) and not load(&self.channel.state.failure):
+            self.engine.progress()
+
+    def clear(self):
+        """Leave the memory as it was before any group used it. By one rank, the last to close."""
+        cdef size_t size = <size_t>self.state.ranks * REGION_BYTES
+        if madvise(self.state.regions, size, MADV_REMOVE):
+            memset(self.state.regions, 0, size)
+
+
+cdef class MemoryPending:
+    """One collective in memory under way, as `Pending` is one of MPI.
+
+    Not collective. Made by the methods of `GroupMemory`.
+    """
+
+    def __dealloc__(self):
+        free(self.job_state.sources)
+        free(self.job_state.targets)
+
+    @property
+    def begun(self):
+        """Whether other ranks may know of it: always."""
+        return True
+
+    @property
+    def left(self):
+        """Whether the engine has left it, well or not."""
+        return bool(self.ended or load(&self.job_state.job.done))
+
+    @property
+    def done(self):
+        """Whether it has ended; nothing is tried."""
+        return self.left and not (self.submitted and self.group.state.given_up)
+
+    @property
+    def job(self):
+        """Where the engine's job is, for its record; 0: it is not the engine's any more."""
+        return <size_t>&self.job_state.job
+
+    cdef int drive(self) noexcept nogil:
+        """Move it along on this thread; return whether it has ended."""
+        cdef Transport *transport = &self.group.state.transport
+        cdef double began, idle, idle_since
+        if advance(transport, &self.job_state.job, True) == ADVANCE_DONE:
+            return 1
+        if not self.group.at_once:
+            return 0
+        began = now()
+        idle_since = began - SPIN if transport.crowded else began
+        idle = 0
+        while idle < PATIENCE:
+            give_way(now() - idle_since)
+            if advance(transport, &self.job_state.job, True) == ADVANCE_DONE:
+                return 1
+            idle = now() - began
+        return 0
+
+    def submit(self):
+        """Do nothing: what has not ended is the engine's already."""
+
+    def test(self):
+        """Take a step of progress; return whether it has ended. Not collective."""
+        if not self.done:
+            if is_child():
+                check_process("the test of a collective")
+            self.group.engine.step()
+        return self.done
+
+    def wait(self, double seconds):
+        """Wait until it has ended; return whether it has in time. Not collective.
+
+        What the process is stopped for does not count, see Note [Running time].
+
+        Raises:
+            RuntimeError: a rank of the node was lost.
+            KeyboardInterrupt: or whatever else a signal handler raises.
+        """
+        cdef double looked, running, limit
+        cdef Channel channel
+        if self.done:
+            return True
+        if is_child():
+            check_process("the wait for a collective")
+        looked = now()
+        running = look(&looked)
+        limit = running + seconds
+        while not self.group.state.given_up:
+            channel = self.group.channel
+            if channel is None:
+                break
+            if channel.wait_until(
+                &self.job_state.job, now() + min(limit - running, SIGNAL_CHECK), 0.0
+            ) == WAIT_DONE:
+                return self.done
+            PyErr_CheckSignals()
+            looked = now()
+            running = look(&looked)
+            look_if_due(&looked)
+            if running > limit:
+                break
+        return self.done
+
+    def take_back(self):
+        """Let the group's memory be: other ranks do not fit, or do not come. Not collective."""
+        if not self.done:
+            self.group.give_up()

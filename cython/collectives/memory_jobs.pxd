@@ -1,0 +1,66 @@
+# One collective in memory that the ranks of a group share, as a job of the engine. No Python.
+
+from libc.stdint cimport uint32_t
+
+from mpiddp.engine.interface cimport Advance, Job, Transport
+from mpiddp.transports.shared cimport Bell
+from mpiddp.transports.shared_buckets cimport CACHE_LINE
+
+
+cdef enum:
+    HEAD_BYTES = 4096
+    HALF_BYTES = 1 << 19
+    # What one rank of a group has: its line, and room for what it shows in two rounds.
+    REGION_BYTES = HEAD_BYTES + 2 * HALF_BYTES
+
+
+cdef enum Kind:
+    MEET                    # nothing is handed on
+    REDUCE_ALL              # all ranks get what is made of all ranks' `source`
+    REDUCE_TO_ROOT          # the root does
+    REDUCE_PARTS            # each rank gets what is made of all ranks' part for it
+    GATHER_ALL              # all ranks get all ranks' `source`
+    SPREAD                  # all ranks get the root's `source`
+    EXCHANGE                # each rank gets each rank's part for it
+
+
+cdef enum Phase:
+    FILL                    # show this rank's part of a round
+    TAKE                    # take what the others show
+    COLLECT                 # take the slices that each rank has reduced
+
+
+cdef struct Line:
+    # In shared memory, one for each rank.
+    uint32_t round          # the last that the rank has begun; it has ended those before
+    char padding[CACHE_LINE - 4]
+
+
+cdef struct MemoryState:
+    Transport transport     # first: the engine's pointer is a pointer to this
+    Bell *bell
+    char *regions           # the first rank's; the others' follow
+    uint32_t ranks
+    uint32_t rank
+    uint32_t round          # the last that this rank has begun
+    uint32_t reached        # a round that all ranks have begun
+    MemoryJob *current      # the one that is under way
+    int given_up            # the group is broken or gone: touch nothing any more
+
+
+cdef struct MemoryJob:
+    Job job                 # first: what the engine sees of it; `count` is that of bytes
+    Kind kind
+    uint32_t root
+    int element             # an ElementType, whose kernels reduce; ...
+    int way                 # ... or what `combining` calls the reduction; 0: the kernels
+    Phase phase
+    char *source
+    char *target
+    char **sources          # for each rank its part, where there are parts
+    char **targets
+    size_t size             # bytes that each rank shows in all, or for each rank
+    size_t at               # of these, how many are done
+
+
+cdef Advance advance(Transport *transport, Job *job, int helping) noexcept nogil

@@ -1,0 +1,1 @@
+WAYS: dict[tuple[str, str], int]

@@ -1,0 +1,273 @@
+"""The collectives of a group whose ranks share memory, carried out there: see group_memory.pyx.
+
+Which way a collective takes depends on nothing that differs over ranks that call the same. What is
+not here, or has other sizes on each rank, goes by messages as elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+
+from mpiddp.collectives import movement, packing, reductions
+from mpiddp.collectives.group_memory import NO_ELEMENT
+from mpiddp.mpi import datatypes
+from mpiddp.system.kernels import ELEMENTS
+
+if TYPE_CHECKING:
+    from mpiddp.collectives.movement import Lists
+    from mpiddp.collectives.operation import Group, Operation
+    from mpiddp.mpi.datatypes import ReductionRule
+
+__all__ = ["WAYS"]
+
+# Compared as numbers: comparing torch's enums takes microseconds.
+_SUM_AND_AVG = [int(cast(Any, kind)) for kind in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)]
+
+
+class _Reduction(NamedTuple):
+    """How a reduction is carried out in memory.
+
+    Attributes:
+        element: of the kernels, which round once and divide; else `NO_ELEMENT`.
+        how: what is done around it, where the kernels do not.
+    """
+
+    element: int
+    how: ReductionRule
+
+
+def _reduction(dtype: torch.dtype, op: dist.ReduceOp) -> _Reduction | None:
+    """Return how to reduce in memory, None if that cannot be."""
+    how = datatypes.reduction(dtype, op)
+    kind: Any = getattr(op, "op", op)
+    if dtype in ELEMENTS and int(kind) in _SUM_AND_AVG:
+        return _Reduction(ELEMENTS[dtype], how)
+    return _Reduction(NO_ELEMENT, how) if how.way else None
+
+
+def _contribution(
+    group: Group, tensor: torch.Tensor, by: _Reduction, op: dist.ReduceOp
+) -> torch.Tensor:
+    """Return this rank's input; it is not written to."""
+    if by.element == NO_ELEMENT:
+        return reductions.contribution_of(group, tensor, by.how, op)
+    return packing.dense(tensor)
+
+
+def _target(tensor: torch.Tensor, by: _Reduction) -> torch.Tensor:
+    if by.element == NO_ELEMENT:
+        return reductions.target_of(tensor, by.how)
+    return packing.dense(tensor)
+
+
+def _finish(group: Group, total: torch.Tensor, tensor: torch.Tensor, by: _Reduction) -> None:
+    if by.element == NO_ELEMENT:
+        reductions.finish(group, total, tensor, by.how)
+    else:
+        packing.write_back(total, tensor)
+
+
+def _divisor(group: Group, by: _Reduction) -> float:
+    return group.size() if by.how.divides else 1.0
+
+
+def _all_reduce(group: Group, tensors: Sequence[torch.Tensor], op: dist.ReduceOp) -> Operation:
+    by = _reduction(tensors[0].dtype, op) if len(tensors) == 1 else None
+    if by is None:
+        return (yield from reductions.all_reduce(group, tensors, op))
+    yield from _reduced(group, tensors[0], by, op, -1)
+    return list(tensors)
+
+
+def _reduce(
+    group: Group, tensors: Sequence[torch.Tensor], op: dist.ReduceOp, root: int
+) -> Operation:
+    by = _reduction(tensors[0].dtype, op) if len(tensors) == 1 else None
+    if by is None:
+        return (yield from reductions.reduce(group, tensors, op, root))
+    yield from _reduced(group, tensors[0], by, op, root)
+    return list(tensors)
+
+
+def _reduced(
+    group: Group, tensor: torch.Tensor, by: _Reduction, op: dist.ReduceOp, root: int
+) -> Operation:
+    contribution = _contribution(group, tensor, by, op)
+    here = root in (-1, group.rank())
+    total = _target(tensor, by) if here else contribution
+    yield group.memory.reduce(
+        contribution.data_ptr(),
+        total.data_ptr(),
+        contribution.nbytes,
+        by.element,
+        by.how.way,
+        _divisor(group, by),
+        root,
+        (contribution, total, tensor),
+    )
+    if here:
+        _finish(group, total, tensor, by)
+
+
+def _all_reduce_together(
+    group: Group, tensors: Sequence[torch.Tensor], op: dist.ReduceOp
+) -> Operation:
+    by = _reduction(tensors[0].dtype, op)
+    if by is None:
+        return (yield from reductions.all_reduce_together(group, tensors, op))
+    flat = torch.cat([packing.dense(tensor).detach().view(-1) for tensor in tensors])
+    yield from _reduced(group, flat, by, op, -1)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        packing.write_back(part.view(tensor.shape), tensor)
+    return list(tensors)
+
+
+def _reduce_scatter(
+    group: Group, outputs: Sequence[torch.Tensor], inputs: Lists, op: dist.ReduceOp
+) -> Operation:
+    if len(outputs) == 1 and len({part.numel() for part in inputs[0]}) == 1:
+        reductions.check_parts(group, outputs[0], inputs[0])
+        by = _reduction(outputs[0].dtype, op)
+        if by is not None:
+            sources = [_contribution(group, part, by, op) for part in inputs[0]]
+            yield from _reduced_parts(group, outputs[0], sources, by)
+            return list(outputs)
+    return (yield from reductions.reduce_scatter(group, outputs, inputs, op))
+
+
+def _reduce_scatter_single(
+    group: Group,
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    op: dist.ReduceOp,
+) -> Operation:
+    if len(outputs) == 1:
+        (output,), (tensor,) = outputs, inputs
+        reductions.check_single(group, output, tensor)
+        by = _reduction(output.dtype, op)
+        if by is not None:
+            whole = _contribution(group, tensor, by, op)
+            yield from _reduced_parts(group, output, [whole], by)
+            return list(outputs)
+    return (yield from reductions.reduce_scatter_single(group, outputs, inputs, op))
+
+
+def _reduced_parts(
+    group: Group, output: torch.Tensor, sources: Sequence[torch.Tensor], by: _Reduction
+) -> Operation:
+    """Reduce one tensor for each rank, or one with the parts for all ranks."""
+    total = _target(output, by)
+    sources = [packing.apart(source, [total]) for source in sources]
+    size = total.nbytes
+    if len(sources) == 1:
+        first = sources[0].data_ptr()
+        addresses = [first + rank * size for rank in range(group.size())]
+    else:
+        addresses = [source.data_ptr() for source in sources]
+    divisor = _divisor(group, by)
+    yield group.memory.reduce_parts(
+        addresses, total.data_ptr(), size, by.element, by.how.way, divisor, (sources, total, output)
+    )
+    _finish(group, total, output, by)
+
+
+def _broadcast(group: Group, tensors: Sequence[torch.Tensor], root: int) -> Operation:
+    if len(tensors) != 1:
+        return (yield from movement.broadcast(group, tensors, root))
+    dense = packing.dense(tensors[0])
+    yield group.memory.spread(dense.data_ptr(), dense.nbytes, root, (dense, tensors))
+    if group.rank() != root:
+        packing.write_back(dense, tensors[0])
+    return list(tensors)
+
+
+def _all_gather(group: Group, outputs: Lists, inputs: Sequence[torch.Tensor]) -> Operation:
+    if len(inputs) == 1 and len(outputs) == 1:
+        (parts,), (tensor,) = outputs, inputs
+        movement.check_gathered(group, parts, tensor)
+        if len(set(packing.sizes_in_bytes(parts))) == 1:
+            targets = [packing.dense(part) for part in parts]
+            source = _own_part(group, packing.dense(tensor), targets)
+            addresses = [target.data_ptr() for target in targets]
+            kept = (source, targets, outputs)
+            yield group.memory.gather(source.data_ptr(), addresses, source.nbytes, kept)
+            for target, part in zip(targets, parts, strict=True):
+                packing.write_back(target, part)
+            return movement.stacked(outputs)
+    return (yield from movement.all_gather(group, outputs, inputs))
+
+
+def _all_gather_single(
+    group: Group, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> Operation:
+    if len(outputs) != 1:
+        return (yield from movement.all_gather_single(group, outputs, inputs))
+    (output,), (tensor,) = outputs, inputs
+    movement.check_gathered_single(group, output, tensor)
+    target = packing.dense(output)
+    source = packing.dense(tensor)
+    size, first = source.nbytes, target.data_ptr()
+    addresses = [first + rank * size for rank in range(group.size())]
+    if source.data_ptr() != addresses[group.rank()]:
+        source = packing.apart(source, [target])
+    kept = (source, target, output)
+    yield group.memory.gather(source.data_ptr(), addresses, size, kept)
+    packing.write_back(target, output)
+    return list(outputs)
+
+
+def _own_part(group: Group, source: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a rank's input, which may be its own part of the output, but no other."""
+    if source.data_ptr() == targets[group.rank()].data_ptr():
+        return source
+    return packing.apart(source, targets)
+
+
+def _all_to_all_single(
+    group: Group,
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+) -> Operation:
+    rest = (output, tensor, output_splits, input_splits)
+    if input_splits or output_splits:  # sizes may differ between ranks
+        return (yield from movement.all_to_all_single(group, *rest))
+    movement.check_exchanged(group, output, tensor)
+    target = packing.dense(output)
+    source = packing.apart(packing.dense(tensor), [target])
+    size = source.nbytes // group.size()
+    ranks = range(group.size())
+    yield group.memory.exchange(
+        [source.data_ptr() + rank * size for rank in ranks],
+        [target.data_ptr() + rank * size for rank in ranks],
+        size,
+        (source, target, output),
+    )
+    packing.write_back(target, output)
+    return [output]
+
+
+def _barrier(group: Group) -> Operation:
+    yield group.memory.meet()
+    return []
+
+
+# What to do in the place of an operation.
+WAYS: dict[Callable[..., Any], Callable[..., Operation]] = {
+    reductions.all_reduce: _all_reduce,
+    reductions.all_reduce_together: _all_reduce_together,
+    reductions.reduce: _reduce,
+    reductions.reduce_scatter: _reduce_scatter,
+    reductions.reduce_scatter_single: _reduce_scatter_single,
+    movement.broadcast: _broadcast,
+    movement.all_gather: _all_gather,
+    movement.all_gather_single: _all_gather_single,
+    movement.all_to_all_single: _all_to_all_single,
+    movement.barrier: _barrier,
+}

@@ -1,0 +1,222 @@
+"""Collectives in memory that the ranks of a node share: sizes, orders, threads, and what is left.
+
+What each operation and dtype gives, the other tests of this folder say: they run in memory as well.
+"""
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from group_data import group, rank, size
+
+from mpiddp.collectives import in_memory
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120), pytest.mark.sizes]
+
+# In bytes: what is reduced in one meeting, in slices, what fits into a half, and what does not.
+SIZES = (0, 4, 32 << 10, (32 << 10) - 4, 512 << 10, (512 << 10) + 4, (2 << 20) + 12)
+
+
+@pytest.fixture(autouse=True)
+def in_memory_of_the_node() -> None:
+    if group().state.memory is None:
+        pytest.skip("the ranks share no memory")
+
+
+def numbers(count: int, of: int) -> torch.Tensor:
+    """Return floats whose sums are exact, others on each rank."""
+    return torch.arange(count, dtype=torch.float32).remainder(1000).add(1000 * of)
+
+
+def all_of(count: int) -> list[torch.Tensor]:
+    return [numbers(count, of) for of in range(size())]
+
+
+@pytest.mark.parametrize("size_in_bytes", SIZES)
+class TestSizes:
+    def test_all_reduce(self, size_in_bytes: int) -> None:
+        count = size_in_bytes // 4
+        tensor = numbers(count, rank())
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, sum(all_of(count)))
+        tensor = numbers(count, rank())
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        assert torch.equal(tensor, numbers(count, size() - 1))
+
+    def test_reduce(self, size_in_bytes: int) -> None:
+        count, root = size_in_bytes // 4, size() - 1
+        tensor = numbers(count, rank())
+        dist.reduce(tensor, root)
+        expected = sum(all_of(count)) if rank() == root else numbers(count, rank())
+        assert torch.equal(tensor, expected)
+
+    def test_reduce_scatter(self, size_in_bytes: int) -> None:
+        count = size_in_bytes // 4
+        whole = numbers(count * size(), rank())
+        output = torch.empty(count)
+        dist.reduce_scatter(
+            output, list(whole.clone().chunk(size())) if count else [output] * size()
+        )
+        expected = sum(all_of(count * size()))[rank() * count : (rank() + 1) * count]
+        assert torch.equal(output, expected)
+
+    def test_all_gather(self, size_in_bytes: int) -> None:
+        count = size_in_bytes // 4
+        outputs = [torch.empty(count) for _ in range(size())]
+        dist.all_gather(outputs, numbers(count, rank()))
+        for output, expected in zip(outputs, all_of(count), strict=True):
+            assert torch.equal(output, expected)
+
+    def test_broadcast(self, size_in_bytes: int) -> None:
+        for root in range(size()):
+            tensor = numbers(size_in_bytes // 4, rank())
+            dist.broadcast(tensor, root)
+            assert torch.equal(tensor, numbers(size_in_bytes // 4, root))
+
+    def test_all_to_all(self, size_in_bytes: int) -> None:
+        count = size_in_bytes // 4
+        output = torch.empty(count * size())
+        dist.all_to_all_single(output, numbers(count * size(), rank()))
+        parts = [
+            numbers(count * size(), of)[rank() * count : (rank() + 1) * count]
+            for of in range(size())
+        ]
+        assert torch.equal(output, torch.cat(parts))
+
+
+@pytest.mark.parametrize("count", [3, 300_000])
+def test_inputs_that_are_parts_of_outputs(count: int) -> None:
+    for part in (rank(), (rank() + 1) % size()):
+        output = numbers(count * size(), rank())
+        expected = [
+            numbers(count * size(), of)[place * count : (place + 1) * count]
+            for of in range(size())
+            for place in [(part - rank() + of) % size()]
+        ]
+        group().all_gather_single(output, output[part * count : (part + 1) * count]).wait()
+        assert torch.equal(output, torch.cat(expected))
+        whole = numbers(count * size(), rank())
+        place = slice(part * count, (part + 1) * count)
+        group().reduce_scatter_single(whole[place], whole).wait()
+        own = sum(all_of(count * size()))[rank() * count : (rank() + 1) * count]
+        assert torch.equal(whole[place], own)
+
+
+def calls(part: Any, count: int) -> Iterator[tuple[Callable[[], Any], Callable[[], None]]]:
+    """Yield what begins an operation, and what checks its result when it has ended."""
+    me, ranks = part.rank(), part.size()
+    for step in range(12):
+        tensor = torch.full((count,), float(me + step))
+        if step % 3 == 0:
+            expected = torch.full((count,), float(sum(range(ranks)) + step * ranks))
+            begin = lambda t=tensor: dist.all_reduce(t, group=part, async_op=True)  # noqa: E731
+        elif step % 3 == 1:
+            root = step % ranks
+            expected = torch.full((count,), float(root + step))
+            begin = lambda t=tensor, r=root: dist.broadcast(  # noqa: E731
+                t, group=part, group_src=r, async_op=True
+            )
+        else:
+            expected = tensor.clone()
+            begin = lambda: dist.barrier(part, async_op=True)  # noqa: E731
+
+        def check(tensor: torch.Tensor = tensor, expected: torch.Tensor = expected) -> None:
+            assert torch.equal(tensor, expected)
+
+        yield begin, check
+
+
+@pytest.mark.parametrize("count", [5, 700_000])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_many_at_once_are_waited_for_in_any_order(count: int, backwards: bool) -> None:
+    several = list(calls(group(), count))
+    begun = [(begin(), check) for begin, check in several]
+    for work, check in reversed(begun) if backwards else begun:
+        work.wait()
+        check()
+
+
+def test_moves_while_nobody_waits() -> None:
+    if not group().engine.has_thread and group().engine.counters["submitted"] == 0:
+        pytest.skip("no thread makes progress")
+    dist.barrier()
+    time.sleep(0.05 * rank())  # so that nobody but the first can end it at once
+    tensor = torch.full((1 << 20,), float(rank()))
+    work = dist.all_reduce(tensor, async_op=True)
+    last, expected = tensor[-1:], float(sum(range(size())))
+    until = time.monotonic() + 20
+    while last.item() != expected and time.monotonic() < until:
+        time.sleep(0.01)
+    assert last.item() == expected
+    assert work is not None
+    work.wait()
+
+
+def test_threads_with_a_group_each() -> None:
+    parts: list[Any] = [dist.new_group() for _ in range(3)]
+    errors: list[BaseException] = []
+
+    def run(part: Any, count: int) -> None:
+        try:
+            for _ in range(4):
+                for begin, check in calls(part, count):
+                    begin().wait()
+                    check()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=run, args=(part, count), daemon=True)
+        for part, count in zip(parts, (7, 9000, 200_000), strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    dist.barrier()
+    for part in parts:
+        dist.destroy_process_group(part)
+
+
+def shared_bytes() -> int:
+    """Return this process's part of the memory that it shares by files without a name."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss_Shmem:"):
+            return int(line.split()[1]) << 10
+    pytest.skip("the kernel does not tell it")
+
+
+@pytest.mark.thorough
+def test_memory_goes_with_the_group() -> None:
+    def use() -> None:
+        part: Any = dist.new_group()
+        assert part.state.memory is not None
+        dist.all_reduce(torch.ones(1 << 18), group=part)
+        dist.barrier()
+        dist.destroy_process_group(part)
+        del part
+        gc.collect()
+
+    use()
+    dist.barrier()
+    before = shared_bytes()
+    for _ in range(40):
+        use()
+    dist.barrier()
+    assert shared_bytes() < before + (1 << 20)  # what 40 groups used is 40 times as much
+
+
+def test_what_has_other_sizes_on_each_rank_goes_by_messages() -> None:
+    """The choice must not depend on what only one rank knows."""
+    outputs = [torch.empty(of + 1) for of in range(size())]
+    dist.all_gather(outputs, torch.full((rank() + 1,), float(rank())))
+    for of, output in enumerate(outputs):
+        assert torch.equal(output, torch.full((of + 1,), float(of)))
+    assert in_memory.WAYS
