@@ -11,8 +11,8 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from mpiddp.collectives.memory_jobs cimport (
-    EXCHANGE, FILL, GATHER_ALL, HEAD_BYTES, MEET, REDUCE_ALL, REDUCE_PARTS, REDUCE_TO_ROOT,
-    REGION_BYTES, SPREAD, MemoryState, advance,
+    EXCHANGE, FILL, GATHER_ALL, HEAD_BYTES, MEET, MOST_RANKS, REDUCE_ALL, REDUCE_PARTS,
+    REDUCE_TO_ROOT, REGION_BYTES, SPREAD, MemoryState, advance,
 )
 from mpiddp.engine.engine cimport WAIT_DONE, look_if_due
 from mpiddp.engine.forks cimport is_child
@@ -61,6 +61,8 @@ cdef class NodeMemory:
 
     def __init__(self, node):
         self.ranks = node.Get_size()
+        if self.ranks > MOST_RANKS:
+            raise OSError(f"there is room for {MOST_RANKS} ranks of a node, not {self.ranks}")
         self.mapping = allocate_common(node, GROUPS * self.ranks * REGION_BYTES, ())
 
     def of_group(self, Py_ssize_t index, Py_ssize_t ranks, Py_ssize_t rank, engine, bint crowded):

@@ -12,6 +12,7 @@ cdef enum:
     HALF_BYTES = 1 << 19
     # What one rank of a group has: its line, and room for what it shows in two rounds.
     REGION_BYTES = HEAD_BYTES + 2 * HALF_BYTES
+    MOST_RANKS = 1024
 
 
 cdef enum Kind:

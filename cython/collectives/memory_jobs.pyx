@@ -41,7 +41,6 @@ from mpiddp.transports.shared_buckets cimport CACHE_LINE
 cdef enum:
     # From how many bytes on each rank reduces a slice.
     SLICED_BYTES = 1 << 15
-    MOST_RANKS = 1024
     # From how many bytes on they go past the cache: where ranks do not share one, a line that is
     # changed in another core's cache takes several times as long as one in memory.
     PAST_CACHE_BYTES = 1 << 17

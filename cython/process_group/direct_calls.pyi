@@ -1,6 +1,5 @@
 from typing import Any
 
-
 def install(group: Any) -> None: ...
 
 class DirectCalls:

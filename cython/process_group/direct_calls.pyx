@@ -22,6 +22,7 @@ from mpiddp.torch_internals.tensors cimport dense_memory
 from mpiddp.flight_recorder import ring
 from mpiddp.flight_recorder.call_text import call_of
 from mpiddp.mpi import uncaught
+from mpiddp.process_group import gpu_tensors
 from mpiddp.process_group.call_table import FITS, code_of_dtype, code_of_name
 from mpiddp.process_group.work import COMPLETED
 from mpiddp.system.kernels import ELEMENTS
@@ -240,6 +241,7 @@ cdef class DirectCalls:
             and self.state.memory is self.memory
             and "_start" not in self.attributes     # else hooks look on
             and self.attributes["_together"] is None
+            and gpu_tensors.CPU_IS_HOST             # not so in tests without a GPU
             and not _profiler._is_profiler_enabled
             and not _len_torch_dispatch_stack()
             and not is_child()

@@ -262,6 +262,8 @@ def test_plots_of_results_are_theirs(tmp_path: Path) -> None:
     for mpi in ("openmpi", "mpich"):
         drawn.append(tmp_path / f"hosts-{mpi}.svg")
         importlib.import_module("plot_hosts").draw(loaded[mpi], drawn[-1])
+    drawn.append(tmp_path / "largest-openmpi.svg")
+    importlib.import_module("plot_largest").draw(loaded["largest-openmpi"], drawn[-1])
     paths = re.compile(r'd="([^"]*)"')
     for new in drawn:
         kept = folder / new.name

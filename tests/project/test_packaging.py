@@ -284,7 +284,10 @@ class TestStubs:
             if not re.match(r"[\w.]+\(", signature):
                 continue  # a class written in Python, or a special method
             arguments = node.args
-            stubbed = [a.arg for a in (*arguments.args, *arguments.kwonlyargs) if a.arg != "self"]
+            stubbed = [a.arg for a in arguments.args if a.arg != "self"]
+            stubbed += [f"*{arguments.vararg.arg}"] if arguments.vararg else []
+            stubbed += [a.arg for a in arguments.kwonlyargs]
+            stubbed += [f"**{arguments.kwarg.arg}"] if arguments.kwarg else []
             assert arguments_of(signature) == stubbed, f"{name}: {signature}"
 
 
