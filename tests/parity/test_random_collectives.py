@@ -18,9 +18,10 @@ from group_data import WHERE, new_group, rank, size
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(110)]
 
 NAMES = ["all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "all_to_all"]
+NAMES += ["reduce_scatter", "parts of one"]
 FAULTS = ["size", "operation", "refused", "late", "left out"]
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.5)
-COUNTS = [1, 7, 300, 5000, 70000]
+COUNTS = [1, 7, 300, 5000, 70000, 300_000]
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +72,14 @@ def call(
         elif name == "scatter":
             work = dist.scatter(mine, every if me == root else None, root, **options)
             finish(work, lambda: [(mine, every[me])])
+        elif name == "reduce_scatter":
+            work = dist.reduce_scatter(mine, [every[me] + to for to in range(n)], **options)
+            finish(work, lambda: [(mine, sum(every) + n * me)])
+        elif name == "parts of one":
+            whole = torch.cat([mine + 1000 * to for to in range(n)])
+            found = torch.empty_like(whole)
+            work = dist.all_to_all_single(found, whole, **options)
+            finish(work, lambda: [(found, torch.cat([each + 1000 * me for each in every]))])
         else:
             work = dist.all_to_all(parts, [mine + 1000 * to for to in range(n)], **options)
             finish(work, lambda: [(p, e + 1000 * me) for p, e in zip(parts, every, strict=True)])
