@@ -158,6 +158,7 @@ def test_right_or_raised(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("first", range(100, 200, 10))
 def test_many_more(first: int) -> None:
     for seed in range(first, first + 10):
