@@ -64,6 +64,8 @@ cdef class NodeMemory:
         if self.ranks > MOST_RANKS:
             raise OSError(f"there is room for {MOST_RANKS} ranks of a node, not {self.ranks}")
         self.mapping = allocate_common(node, GROUPS * self.ranks * REGION_BYTES, ())
+        # No tensor lies there: forked children need none of it.
+        self.mapping.segment.given_out = False
 
     def of_group(self, Py_ssize_t index, Py_ssize_t ranks, Py_ssize_t rank, engine, bint crowded):
         """Return what a group has of it. Not collective.

@@ -14,6 +14,7 @@ cdef struct Told:
 cdef class DirectCalls:
     cdef object group
     cdef dict attributes        # of the group
+    cdef object members         # of its class
     cdef object state
     cdef object lock            # under which operations start
     cdef GroupMemory memory

@@ -71,6 +71,7 @@ cdef class DirectCalls:
     def __init__(self, group):
         self.group = group
         self.attributes = group.__dict__
+        self.members = vars(type(group))
         self.state = group.state
         self.lock = group.starting
         self.memory = group.state.memory
@@ -239,7 +240,8 @@ cdef class DirectCalls:
             and not opts.asyncOp
             and not self.state.reason
             and self.state.memory is self.memory
-            and "_start" not in self.attributes     # else hooks look on
+            and "_start" not in self.attributes     # else hooks look on, ...
+            and "_enter" not in self.members        # ... or who counts what is reduced
             and self.attributes["_together"] is None
             and gpu_tensors.CPU_IS_HOST             # not so in tests without a GPU
             and not _profiler._is_profiler_enabled

@@ -109,6 +109,8 @@ def run(folder: Path, call: str, limit: int, at_once: bool = False, detail: bool
     script = folder / "script.py"
     script.write_text(textwrap.dedent(source.replace("AT_ONCE", str(at_once))))
     env = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL" if detail else None}
+    if at_once:  # what is interrupted is a call of MPI
+        env["MPIDDP_COLLECTIVES"] = "messages"
     done = mpirun.run(2, [script], timeout=60, env=env)
     print(done.stdout, done.stderr)
     assert "changed:" in done.stdout, done.stderr
