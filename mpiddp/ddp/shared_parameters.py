@@ -39,13 +39,11 @@ from mpiddp.ddp import memory_domains, shared_reads
 from mpiddp.ddp.mean_scaling import MeanScaling
 from mpiddp.ddp.node_parts import BucketLayout, lay_out
 from mpiddp.ddp.shared_piece import Piece, at, bytes_of, on_its_own
+from mpiddp.ddp.step_followers import StepFollowers
 from mpiddp.engine import forks
 from mpiddp.mpi import nodes
 from mpiddp.transports.node_meeting import NodeMeeting
 from mpiddp.transports.shared_memory import Mapping, allocate_common
-
-# Takes what to do and its arguments; returns whether the step has ended with it.
-Follower = Callable[[str, tuple[Any, ...]], bool]
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -113,8 +111,7 @@ class SharedParameters:
         self._pieces: list[weakref.ref[Piece]] = []
         # Whether this is within join(), where other ranks may be without inputs.
         self.is_uneven: Callable[[], bool] = bool
-        # Do on a rank without inputs what an optimizer does on the others, see UnevenInputs.
-        self.followers: list[weakref.WeakMethod[Follower]] = []
+        self.followers = StepFollowers(group)
         with self._node() as node:
             self._meeting = NodeMeeting(node, crowded=nodes.is_crowded(node))
             self._ranks: list[str] = node.allgather(group.me)
@@ -437,27 +434,6 @@ class SharedParameters:
         if self._meeting.failed is None:
             self._reasons[self.rank] = reason
             self._meeting.fail()
-
-    def step_for_others(self) -> None:
-        """Step this rank's part where it has no inputs any more. Collective with their step."""
-        left = {number for number, each in enumerate(self.followers) if each() is not None}
-        nothing: Any = None
-        while left:
-            told = self.group.allgather_objects(nothing)
-            number, what, arguments = next(each for each in told if each is not None)
-            follow = self.followers[number]()
-            if follow is not None and follow(what, arguments):
-                left.discard(number)
-
-    def tell_followers(self, number: int, what: str, arguments: tuple[Any, ...]) -> None:
-        """Let ranks without inputs do what this rank will do. Collective.
-
-        Args:
-            number: of the follower.
-            what: to do.
-            arguments: for it.
-        """
-        self.group.allgather_objects((number, what, arguments))
 
 
 # Those of this process, and how many there have been.

@@ -16,25 +16,24 @@ own pages, see Note [Changes of the program]. That is right, too, and gains noth
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
-import inspect
 import types
 import warnings
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpiddp.ddp import shared_parameters
-from mpiddp.optim.elementwise import ELEMENTWISE
+from mpiddp.ddp import shared_parameters, uneven_inputs
 from mpiddp.optim.first_steps import in_portions
 from mpiddp.optim.node_optimizer import NodeOptimizer
+from mpiddp.optim.same_kind import made_like, problem_of
 from mpiddp.optim.same_settings import settings_of
 from mpiddp.optim.shown_state import Changes, ShownTable
 from mpiddp.torch_internals.compiler_loading import disable_compilation
@@ -69,6 +68,36 @@ def install() -> None:
     for optimizer in filter(lambda each: issubclass(type(each), Optimizer), gc.get_objects()):
         if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
             optimizer.step = types.MethodType(_step_of_scheduled, optimizer)
+    uneven_inputs.at_join.append(_adopt_before_join)
+
+
+def _adopt_before_join(shared: SharedParameters) -> None:
+    """Adopt what steps some parameters, which a rank without any inputs follows. Collective."""
+    numbers = {id(parameter): number for number, parameter in enumerate(shared.parameters)}
+
+    def found() -> list[tuple[tuple[int, str], Optimizer]]:
+        """Return optimizers of the process, each after the number of its first parameter."""
+        return [
+            ((min(own), f"{type(each).__name__} {[*map(settings_of, each.param_groups)]}"), each)
+            for each in gc.get_objects()
+            if issubclass(type(each), Optimizer) and not issubclass(type(each), NodeOptimizer)
+            for own in [[numbers[k] for k in _keys(each) if k in numbers]]
+            if own
+        ]
+
+    if not all(each in _adopted for _, each in found()):
+        gc.collect()  # what some ranks have not let go yet
+    optimizers = found()
+    own = [name for name, _ in optimizers]
+    of_ranks = [Counter(names) for names in shared.group.allgather_objects(own)]
+    for name, optimizer in sorted(optimizers, key=itemgetter(0)):
+        if len({names[name] for names in of_ranks}) == 1:
+            _adopted.setdefault(optimizer, Adopted(optimizer)).look(optimizer)
+
+
+def _keys(optimizer: Optimizer) -> Iterator[int]:
+    """Yield the ids of the parameters of an optimizer."""
+    return (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _subclasses(kind: type[Any]) -> set[type[Any]]:
@@ -91,6 +120,8 @@ def _by_parts(step: Step) -> Step:
         adopted = _adopted.get(self)
         if adopted is None:
             adopted = _adopted[self] = Adopted(self)
+        if adopted.has_parts_in_place:  # a step of a subclass calls that of its base
+            return step(self, *args, **kwargs)
         return adopted.step(step, self, args, kwargs)
 
     return stepping
@@ -124,7 +155,7 @@ class _Part(NodeOptimizer):
     def _make(self, groups: list[dict[str, Any]]) -> Optimizer:
         optimizer = self._optimizer()
         assert optimizer is not None
-        made: Optimizer = _like(optimizer, groups)
+        made: Optimizer = made_like(optimizer, groups)
         return made
 
     def lacks(self, groups: list[dict[str, Any]]) -> bool:
@@ -179,14 +210,18 @@ class _Part(NodeOptimizer):
             edited: the state, if the program has changed it.
             stack: of this step.
         """
-        self.state = self._shown if edited is None else edited  # type: ignore[assignment]
+        self._take_state_of(edited)
         stack.enter_context(self._stepping(self._begin_step()))
+
+    def _take_state_of(self, edited: Mapping[Any, Any] | None) -> None:
+        self.state = self._shown if edited is None else edited  # type: ignore[assignment]
 
     def _step_together(self, settings: Iterable[dict[str, Any]]) -> None:
         """Step this part for others, within join(). Collective."""
         adopted, optimizer = self._adopted(), self._optimizer()
         assert adopted is not None
         assert optimizer is not None
+        self._take_state_of(adopted.edited_state(optimizer))
         with self._stepping(settings):
             adopted.call(self._inner_step, optimizer, (), {})
         adopted.show(optimizer)
@@ -257,6 +292,8 @@ class Adopted:
         self._parts: list[_Part] = []
         self._seen: weakref.WeakSet[SharedParameters] = weakref.WeakSet()
         self._looked: tuple[int, int] | None = None
+        # Whether the optimizer has the parts in its groups, for a step.
+        self.has_parts_in_place = False
         # What the program sees as the state, and what that was made of.
         self._table: ShownTable | None = None
         self._shows: list[Any] = []
@@ -273,13 +310,17 @@ class Adopted:
             args: of the step.
             kwargs: of the step.
         """
+        self.look(optimizer)
+        if not self._parts:
+            return function(optimizer, *args, **kwargs)
+        return self._step(function, optimizer, *_with_closure_called(args, kwargs))
+
+    def look(self, optimizer: Any) -> None:
+        """Find the wrappers whose parameters it steps. Collective where there are new ones."""
         looked = shared_parameters.generation(), len(optimizer.param_groups)
         if looked != self._looked:
             self._find_parts(optimizer)
             self._looked = looked
-        if not self._parts:
-            return function(optimizer, *args, **kwargs)
-        return self._step(function, optimizer, *_with_closure_called(args, kwargs))
 
     @disable_compilation
     @torch.no_grad()
@@ -295,10 +336,7 @@ class Adopted:
             ]
         for part in self._parts:
             part.take_groups(optimizer.param_groups)
-        edited = None
-        if any(lacking) or self._was_edited(optimizer.state):
-            edited = optimizer.state
-            self._shows = []
+        edited = self.edited_state(optimizer, any(lacking))
         with ExitStack() as stack:
             for part in self._parts:
                 part.begin(edited, stack)
@@ -322,6 +360,7 @@ class Adopted:
                 state.update(part.inner_state)
             state.update({p: whole[p] for p in chain.from_iterable(outside) if p in whole})
         try:
+            self.has_parts_in_place = True
             optimizer.state = state
             for number, (group, others) in enumerate(zip(groups, outside, strict=True)):
                 parts = [part.inner_groups[number]["params"] for part in self._parts]
@@ -334,6 +373,7 @@ class Adopted:
                 self._parts[0].keep_state,
             )
         finally:
+            self.has_parts_in_place = False
             optimizer.state = whole
             for group, params in zip(groups, given, strict=True):
                 group["params"] = params
@@ -366,6 +406,17 @@ class Adopted:
     def _has(self, parameter: torch.Tensor) -> bool:
         return any(part.has(parameter) for part in self._parts)
 
+    def edited_state(self, optimizer: Any, lacking: bool = False) -> Mapping[Any, Any] | None:
+        """Return the state if the program has changed it, or if it is `lacking` in what is shown.
+
+        Not collective.
+        """
+        if not lacking and not self._was_edited(optimizer.state):
+            return None
+        self._shows = []
+        edited: Mapping[Any, Any] = optimizer.state
+        return edited
+
     def _was_edited(self, state: Mapping[Any, Any]) -> bool:
         if self._table is None:
             return any(part.has_state(state) for part in self._parts)
@@ -394,7 +445,7 @@ class Adopted:
             self._seen.add(shared)
             # The module was wrapped again.
             self._drop_parts(functools.partial(_steps_some, own))
-            problem = _problem_of(optimizer)
+            problem = problem_of(optimizer)
             told = [each for each in shared.group.allgather_objects(problem) if each]
             if not told:
                 try:
@@ -443,40 +494,3 @@ def _with_closure_called(
 def _with_plain_state(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
     """Return a state_dict whose tables are plain ones. A hook of the optimizer."""
     return {**saved, "state": {key: dict(state) for key, state in saved["state"].items()}}
-
-
-def _problem_of(optimizer: Any) -> str:
-    """Return why an optimizer cannot step parts, "" if nothing is known."""
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return "its step is differentiable"
-    for name, value in vars(optimizer).items():
-        each = value.values() if isinstance(value, dict) else value
-        if isinstance(value, Optimizer) or (
-            name not in ("param_groups", "state")
-            and isinstance(value, dict | list | tuple | set)
-            and any(isinstance(one, Optimizer | torch.Tensor) for one in each)
-        ):
-            return f"it has optimizers or tensors of its own in .{name}"
-    try:
-        _like(optimizer, [{**settings_of(optimizer.param_groups[0]), "params": [torch.zeros(2)]}])
-    except Exception as error:
-        return f"another one like it cannot be made: {error}"
-    return ""
-
-
-def _like(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
-    """Return an optimizer of the same class and settings for other tensors. Not collective."""
-    kind: Any = type(optimizer)
-    if kind in ELEMENTWISE:
-        taken = inspect.signature(kind).parameters
-        settings = {name: value for name, value in optimizer.defaults.items() if name in taken}
-        return kind(groups, **settings)
-    # As it would be made from a pickle: what its constructor takes is not known.
-    made = kind.__new__(kind)
-    for name, value in vars(optimizer).items():
-        if name not in ("defaults", "param_groups", "state", "step") and "_hooks" not in name:
-            made.__dict__[name] = value if callable(value) else copy.deepcopy(value)
-    made.__setstate__(
-        {"defaults": dict(optimizer.defaults), "state": defaultdict(dict), "param_groups": groups}
-    )
-    return made

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
+from mpiddp.ddp.step_followers import ENDS_OF_STEPS
+
 if TYPE_CHECKING:
     from mpiddp.ddp.shared_parameters import SharedParameters
     from mpiddp.ddp.wrapper import DistributedDataParallel
@@ -38,10 +40,9 @@ class UnevenSteps(Joinable):
 
     def _let_follow(self) -> None:
         """Be followed from now on. Collective."""
-        self._number = len(self._shared.followers)
+        self._number = self._shared.followers.add(self._follow)
         # Whether this rank has no inputs, and is in the middle of what the others do.
         self._follows = False
-        self._shared.followers.append(weakref.WeakMethod(self._follow))
 
     if TYPE_CHECKING:  # the optimizer's own
 
@@ -73,7 +74,7 @@ class UnevenSteps(Joinable):
         self._note_use(what, arguments)
         wrapper = self._wrapper()
         if wrapper is not None and wrapper._join_config.enable and not self._follows:
-            self._shared.tell_followers(self._number, what, arguments)
+            self._shared.followers.tell(self._number, what, arguments)
 
     def _tell_of_changes(self) -> None:
         """Let ranks without inputs have the clips that were put off. Collective within join().
@@ -118,7 +119,7 @@ class UnevenSteps(Joinable):
                 used = reducer.was_used_anywhere(member.index)
                 member.has_gradient = used and member.is_present
             self._show_gradients()
-        self._follows = what not in ("step", "skip")
+        self._follows = what not in ENDS_OF_STEPS
         self._note_use(what, arguments)
         if what == "step":
             self._step_together(*arguments)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import patience
 import pytest
-from elastic_runs import OPEN_MPI, needs_ulfm
+from elastic_runs import OPEN_MPI, learned, needs_ulfm
 from script_runs import SCRIPTS
 from slurm_lab import Hosts, start_hosts
 
@@ -48,6 +48,22 @@ def test_all_ranks_of_a_host_are_lost(hosts: Hosts) -> None:
     assert len({each["bits"] for each in ended}) == 1
     assert {each["worlds"][-1][0] for each in ended} == {2}
     assert {each["steps"] for each in ended} == {300}
+
+
+@needs_ulfm
+@pytest.mark.parametrize("lost", [[3], [2, 3], [0], [0, 1]], ids=str)
+def test_parameters_that_nodes_share(hosts: Hosts, lost: "list[int]") -> None:
+    """Ranks of a node that are left, or those of another node, have the node's commit."""
+    kills = [f"--kill={rank}:0.5" for rank in lost]
+    status, said = train(hosts, "node1:2,node2:2", "300", *kills, MPIDDP_SHARED_PARAMETERS="1")
+    assert status == 0
+    ended = ends(said)
+    assert sorted(each["rank"] for each in ended) == sorted({0, 1, 2, 3} - {*lost})
+    assert len({each["bits"] for each in ended}) == 1
+    for each in ended:
+        assert each["steps"] == 300
+        assert each["worlds"][-1][0] == 4 - len(lost)
+        assert each["loss"] == pytest.approx(learned(each["worlds"], 300), rel=1e-6)
 
 
 @pytest.mark.parametrize("ulfm", [pytest.param(True, marks=needs_ulfm), False])

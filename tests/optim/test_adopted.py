@@ -45,6 +45,17 @@ class Counting(torch.optim.Optimizer):
         return loss
 
 
+class Decaying(torch.optim.SGD):
+    """Of a user: its step calls that of torch's class."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.99)
+        return super().step(closure)
+
+
 MAKERS: dict[str, Make] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
@@ -52,6 +63,7 @@ MAKERS: dict[str, Make] = {
     "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01),
     "Adafactor": lambda params: torch.optim.Adafactor(params),
     "a user's": lambda params: Counting(params, lr=0.1),
+    "of a subclass": lambda params: Decaying(params, lr=0.1, momentum=0.9),
 }
 
 

@@ -1,5 +1,6 @@
 """Ranks whose inputs have ended step their part as the others do: clipped, scaled or not."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from replicas import RANK, SIZE, assert_same_bits, together
 from torch import nn
 
 from mpiddp import DistributedDataParallel as DDP
-from mpiddp.optim import NodeOptimizer
+from mpiddp.optim import NodeOptimizer, adopted
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes]
 
@@ -187,3 +188,89 @@ def test_refused() -> None:
         # Nothing is wrong with what adds to means: other ranks may be without inputs.
         loss_of(shared, batch).backward()
         optimizer.step()
+
+
+class TestOptimizersOfTheProgram:
+    """What is made as for plain DDP is followed, also where a rank has no inputs at all."""
+
+    @pytest.fixture(autouse=True, scope="class")
+    @staticmethod
+    def installed() -> None:
+        adopted.install()
+
+    def both(self) -> list[DDP]:
+        models = []
+        for shares in (False, True):
+            torch.manual_seed(1)
+            models.append(DDP(wide(), shared_parameters=shares))
+        return models
+
+    def backward(self, model: DDP, step: int) -> None:
+        torch.manual_seed(100 * step + RANK)
+        loss_of(model, torch.randn(3, 30)).backward()
+
+    @pytest.mark.essential(keep=1)
+    @pytest.mark.parametrize("of_first_rank", [0, 2])
+    def test_state_of_a_checkpoint(self, of_first_rank: int) -> None:
+        models = self.both()
+        for model in models:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            for step in range(2):
+                optimizer.zero_grad()
+                self.backward(model, step)
+                optimizer.step()
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            optimizer.load_state_dict(saved)
+            with model.join():
+                for step in range(4 if RANK else of_first_rank):
+                    optimizer.zero_grad()
+                    self.backward(model, step)
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                    optimizer.step()
+        assert_alike(*models)
+
+    @pytest.mark.parametrize("of_first_rank", [0, 2])
+    def test_several_that_do_not_always_step(self, of_first_rank: int) -> None:
+        models = self.both()
+        for model in models:
+            first, *others = model.parameters()
+            every = torch.optim.AdamW([first], lr=0.01)
+            second = torch.optim.SGD(others, lr=0.01, momentum=0.9)
+            with model.join():
+                for step in range(4 if RANK else of_first_rank):
+                    model.zero_grad()
+                    self.backward(model, step)
+                    every.step()
+                    if step % 2:
+                        second.step()
+        assert_alike(*models)
+
+    @pytest.mark.parametrize("of_first_rank", [0, 2, 3])
+    def test_accumulation(self, of_first_rank: int) -> None:
+        """No line says that there is no step after a backward."""
+        models = self.both()
+        for model in models:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+            with model.join():
+                for step in range(5 if RANK else of_first_rank):
+                    if step % 2 == 0:
+                        optimizer.zero_grad()
+                    self.backward(model, step)
+                    if step % 2:
+                        optimizer.step()
+        assert_alike(*models)
+
+    def test_one_that_is_left_alone(self) -> None:
+        """An optimizer that some ranks still have, and others do not, is not followed."""
+        models = self.both()
+        for model in models:
+            left = torch.optim.SGD(model.parameters(), lr=0.1) if RANK == 0 else None
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            with model.join():
+                for step in range(2 * RANK):
+                    optimizer.zero_grad()
+                    self.backward(model, step)
+                    optimizer.step()
+            del left
+        assert_alike(*models)
