@@ -2,7 +2,6 @@
 
 import gc
 import os
-import gc
 import resource
 import time
 from pathlib import Path
