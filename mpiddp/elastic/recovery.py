@@ -175,7 +175,7 @@ def renew(
     number = before + come - everyone.Get_size()
     for each in made:
         if each:
-            each.Free()
+            communicators.free(each)
     return number, come
 
 
@@ -198,7 +198,7 @@ def _with_others(ranks: MPI.Intracomm, count: int, bring: Bring) -> MPI.Intracom
     if joined is not None:
         if losses.can_go_on():
             joined.Revoke()  # so those that came end
-        joined.Free()
+        communicators.free(joined)
     if loss is not None:
         raise loss
     return None

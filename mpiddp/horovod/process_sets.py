@@ -229,7 +229,7 @@ def close_table() -> None:
     closing.thread.stop()
     for number in sorted(closing.sets):
         _free(closing.sets.pop(number))
-    closing.communicator.Free()
+    communicators.free(closing.communicator)
     _table = None
 
 
@@ -253,8 +253,8 @@ def leave_lost_table() -> None:
     for entry in closing.sets.values():
         said_goodbye = entry.agreement is not None and entry.agreement.closed
         if entry.communicator is not None and (losses.can_go_on() or not said_goodbye):
-            entry.communicator.Free()
-    closing.communicator.Free()
+            communicators.free(entry.communicator)
+    communicators.free(closing.communicator)
     _table = None
 
 
@@ -299,7 +299,7 @@ def _free(entry: Registered) -> None:
     import torch.distributed as dist
 
     if entry.communicator is not None:
-        entry.communicator.Free()
+        communicators.free(entry.communicator)
     for group in (entry.operations, entry.group):
         # The user may have ended torch.distributed before.
         if group is not None and group in dist.distributed_c10d._world.pg_map:

@@ -19,11 +19,13 @@ from mpiddp.mpi import losses
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Waiting", "duplicate", "known", "note", "revoke_all"]
+__all__ = ["Waiting", "duplicate", "free", "known", "note", "revoke_all"]
 
 Communicator = TypeVar("Communicator", bound="MPI.Comm")
 
 _known: list[weakref.ref[MPI.Comm]] = []
+# Those that were to be freed.
+_revoked: list[MPI.Comm] = []
 
 
 # What the time between two looks counts at most, in seconds.
@@ -114,7 +116,8 @@ def note(communicator: Communicator) -> Communicator:
 
 def known() -> list[MPI.Comm]:
     """Return those that are not freed. Not collective."""
-    return [each for reference in _known if _used(each := reference()) and each is not None]
+    found = [each for reference in _known if _used(each := reference()) and each is not None]
+    return [each for each in found if not any(each is other for other in _revoked)]
 
 
 def revoke_all() -> None:
@@ -124,6 +127,19 @@ def revoke_all() -> None:
     for communicator in known():
         with contextlib.suppress(MPI.Exception):
             communicator.Revoke()
+
+
+def free(communicator: MPI.Comm) -> None:
+    """Free a communicator; one that is revoked keeps its number. Collective unless revoked.
+
+    Its messages may still come. Open MPI 5.0.11 takes them for messages of the next communicator
+    that gets the number: it ends a rank with status 255 if the sender's rank is not in there, as
+    after half of the losses between hosts, or lets it receive what is of another time.
+    """
+    if losses.can_go_on() and communicator.Is_revoked():
+        _revoked.append(communicator)
+    else:
+        communicator.Free()
 
 
 def _used(communicator: MPI.Comm | None) -> bool:

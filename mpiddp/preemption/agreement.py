@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 from mpi4py import MPI
 
 from mpiddp.engine.engine import look_at_others
-from mpiddp.mpi import losses
+from mpiddp.mpi import communicators, losses
 from mpiddp.system import running_time
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Agreement:
                 self._take_in()
                 time.sleep(_NAP)
             MPI.Request.Waitall([request for request, _ in self._leaving])
-            self._communicator.Free()
+            communicators.free(self._communicator)
 
     def _take_in(self) -> None:
         status = MPI.Status()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from mpi4py import MPI
 
 from mpiddp.collectives.operation import SentBlock
+from mpiddp.mpi import communicators
 from mpiddp.mpi.blocks import Block
 from mpiddp.process_group.call_table import balance, call_digest
 from mpiddp.process_group.ordered_starts import OrderedStarts, StartingGroup
@@ -139,7 +140,7 @@ class CallBlocks:
         """Begin nothing more, and free the communicator. Collective."""
         self.starts.close()
         if self._communicator != MPI.COMM_NULL:
-            self._communicator.Free()
+            communicators.free(self._communicator)
 
     def forget_communicator(self) -> None:
         """Make `release` free nothing, for an exit that is not collective. Not collective."""

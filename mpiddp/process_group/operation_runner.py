@@ -161,7 +161,7 @@ class OperationRunner(OperationErrors):
             self.forget_communicators()
         self.state.release()
         if self._communicator != MPI.COMM_NULL:
-            self._communicator.Free()
+            communicators.free(self._communicator)
 
     def forget_communicators(self) -> None:
         """End what ends soon; then make shutdown free nothing, at an exit. Not collective."""

@@ -160,7 +160,7 @@ class RollCall:
             # A message that nobody takes would reach the next communicator that gets this one's
             # number, as MPICH gives them. If a rank does not come, this one keeps its number.
             if self._took_all_messages():
-                self._communicator.Free()
+                communicators.free(self._communicator)
             self._communicator = None
 
     def explain(self, group: CountedGroup, number: int | None = None) -> str:

@@ -89,8 +89,8 @@ class StateBroadcast:
     def free(self) -> None:
         """Free the communicators. Collective."""
         if self._leaders != MPI.COMM_NULL:
-            self._leaders.Free()
-        self._node.Free()
+            communicators.free(self._leaders)
+        communicators.free(self._node)
 
     def _allocate(self, size: int) -> None:
         crowded = nodes.is_crowded(self._node)

@@ -458,7 +458,7 @@ def _leave_world(lost: bool = False) -> None:
     world.trigger.stop()
     if world.store is not None:
         world.store.close()
-    world.communicator.Free()
+    communicators.free(world.communicator)
     for name, value in world.environment.items():
         if os.environ.get(name) == value:  # else it is the user's by now
             del os.environ[name]

@@ -133,7 +133,7 @@ class ChannelPool:
                 channel.engine.close_channel(channel)
                 if channel.transport is not None:
                     channel.transport.free()
-                channel.communicator.Free()
+                communicators.free(channel.communicator)
         self._channels.clear()
 
     def forget(self) -> None:
