@@ -8,8 +8,8 @@
             preemption.requeue()
             break
 
-May import: the leaves, system, mpi, engine, process_group and rendezvous. Must never cost a
-message in a step in which nothing happened.
+May import: the leaves, system, mpi, engine, watch and rendezvous. Must never cost a message
+in a step in which nothing happened.
 """
 
 from mpiddp.preemption.notice import install, requested, uninstall

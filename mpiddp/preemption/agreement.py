@@ -36,7 +36,7 @@ from mpiddp.mpi import communicators, losses
 from mpiddp.system import running_time
 
 if TYPE_CHECKING:
-    from mpiddp.process_group.forming_group import NamedWait
+    from mpiddp.watch.forming_group import NamedWait
 
 __all__ = ["Agreement"]
 

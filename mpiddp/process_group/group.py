@@ -45,10 +45,10 @@ from mpiddp.process_group.gpu_tensors import wait_for_stream
 from mpiddp.process_group.monitored_barrier import MonitoredBarrier
 from mpiddp.process_group.overloads import also_called_with
 from mpiddp.process_group.state_broadcast import StateBroadcast
-from mpiddp.process_group.watchdog import ended_with_block
 from mpiddp.process_group.work import with_peer
 from mpiddp.torch_internals.compiler import skip_compilation
 from mpiddp.transports.channel_pool import ChannelPool
+from mpiddp.watch.watchdog import ended_with_block
 
 Result = TypeVar("Result")
 

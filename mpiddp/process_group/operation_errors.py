@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from mpiddp.flight_recorder.call_text import Call
     from mpiddp.flight_recorder.sources import Source
     from mpiddp.process_group.group_state import GroupState
-    from mpiddp.process_group.roll_call import RollCall
-    from mpiddp.process_group.wrapped_modules import WrappedModules
+    from mpiddp.watch.roll_call import RollCall
+    from mpiddp.watch.wrapped_modules import WrappedModules
 
 
 class OperationErrors(dist.ProcessGroup):

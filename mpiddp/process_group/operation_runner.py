@@ -34,14 +34,14 @@ from mpiddp.process_group.gpu_tensors import GpuWork
 from mpiddp.process_group.group_state import GroupState
 from mpiddp.process_group.operation_errors import OperationErrors
 from mpiddp.process_group.ordered_starts import kept
-from mpiddp.process_group.roll_call import RollCall
 from mpiddp.process_group.under_way import UnderWay
-from mpiddp.process_group.watchdog import ended_with_block, limited
 from mpiddp.process_group.work import COMPLETED, CompletedWork, Work, each_of
-from mpiddp.process_group.wrapped_modules import WrappedModules
 from mpiddp.system import running_time
 from mpiddp.torch_internals.compiler import skip_compilation
 from mpiddp.torch_internals.profiling import Event
+from mpiddp.watch.roll_call import RollCall
+from mpiddp.watch.watchdog import ended_with_block, limited
+from mpiddp.watch.wrapped_modules import WrappedModules
 
 # Seconds within which most operations end: until then their time limit is not even looked at.
 _SHORT = 5e-3

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpiddp import launchers
-from mpiddp.process_group.node_states import STATES
 from mpiddp.system import memory_files
+from mpiddp.watch.node_states import STATES
 
 __all__ = ["LaunchedProcess", "find", "put_up_sign"]
 

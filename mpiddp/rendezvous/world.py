@@ -24,7 +24,6 @@ from mpiddp.flight_recorder.trigger import Trigger
 from mpiddp.mpi import at_end, communicators, losses, uncaught
 from mpiddp.mpi.nodes import Topology, find_topology
 from mpiddp.process_group import asked_backend
-from mpiddp.process_group.forming_group import FormingGroup, NamedWait
 from mpiddp.process_group.futures import FutureCompleter
 from mpiddp.rendezvous import absent, joining, launch_checks, worlds_apart
 from mpiddp.rendezvous.companion import Companion
@@ -37,17 +36,18 @@ from mpiddp.rendezvous.mpi_world import (
 from mpiddp.rendezvous.store import LazyStore, give_queues
 from mpiddp.system import cores
 from mpiddp.torch_internals.versions import warn_of_newer_torch
+from mpiddp.watch.forming_group import FormingGroup, NamedWait
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpiddp.engine.requests import Requests
     from mpiddp.process_group.call_table import CallTable
-    from mpiddp.process_group.dead_peers import DeadPeers
     from mpiddp.process_group.group import ProcessGroup
-    from mpiddp.process_group.heartbeat import Heartbeat
-    from mpiddp.process_group.loss_watch import LossWatch
-    from mpiddp.process_group.roll_call import RollCall
+    from mpiddp.watch.dead_peers import DeadPeers
+    from mpiddp.watch.heartbeat import Heartbeat
+    from mpiddp.watch.loss_watch import LossWatch
+    from mpiddp.watch.roll_call import RollCall
 
 BACKEND = "mpiddp"
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -196,11 +196,11 @@ def _make_world(own: MPI.Intracomm) -> None:
     from mpiddp.engine.engine import Engine
     from mpiddp.engine.requests import Requests
     from mpiddp.process_group.call_pages import make_call_table
-    from mpiddp.process_group.dead_peers import DeadPeers
-    from mpiddp.process_group.heartbeat import Heartbeat
-    from mpiddp.process_group.loss_watch import Asker, LossWatch
-    from mpiddp.process_group.roll_call import RollCall
-    from mpiddp.process_group.watchdog import Watchdog
+    from mpiddp.watch.dead_peers import DeadPeers
+    from mpiddp.watch.heartbeat import Heartbeat
+    from mpiddp.watch.loss_watch import Asker, LossWatch
+    from mpiddp.watch.roll_call import RollCall
+    from mpiddp.watch.watchdog import Watchdog
 
     launch_checks.compare_settings(own, _check_thread_level)
     threaded = _progress_thread_wanted()

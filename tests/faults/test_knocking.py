@@ -77,7 +77,7 @@ while step():
 RING = """
 from mpi4py import MPI
 from mpiddp.mpi import nodes
-from mpiddp.process_group import ring_connections
+from mpiddp.watch import ring_connections
 from mpiddp.rendezvous.world import heartbeat_problem
 
 nodes.ranks_of_node = lambda comm: comm.Split(comm.Get_rank())

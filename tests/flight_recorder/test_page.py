@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 
 from mpiddp.flight_recorder import page, ring, sources
-from mpiddp.process_group import node_states
-from mpiddp.process_group.forming_group import FormingGroup, NamedWait
+from mpiddp.watch import node_states
+from mpiddp.watch.forming_group import FormingGroup, NamedWait
 
 pytestmark = pytest.mark.once
 

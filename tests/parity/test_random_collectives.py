@@ -26,7 +26,8 @@ COUNTS = [1, 7, 300, 5000, 70000, 300_000]
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpiddp.process_group import roll_call, under_way
+    from mpiddp.process_group import under_way
+    from mpiddp.watch import roll_call
 
     monkeypatch.setattr(roll_call, "_PERIOD", 0.03)
     monkeypatch.setattr(under_way, "LAST", 0.1)

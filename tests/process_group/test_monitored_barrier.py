@@ -17,7 +17,7 @@ LONG = timedelta(seconds=20)
 
 @pytest.fixture(autouse=True)
 def _quick_answers(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpiddp.process_group import roll_call
+    from mpiddp.watch import roll_call
 
     monkeypatch.setattr(roll_call, "_PERIOD", 0.03)
     # A busy machine must not look like a rank that is silent.

@@ -423,7 +423,7 @@ class TestTimeout:
     @pytest.mark.essential
     @pytest.mark.parametrize("name", ["all_reduce", "barrier"])
     def test_rank_that_comes_late(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        from mpiddp.process_group import roll_call
+        from mpiddp.watch import roll_call
 
         monkeypatch.setattr(roll_call, "_PERIOD", 0.03)
         part: Any = dist.new_group(timeout=timedelta(seconds=0.4))

@@ -44,7 +44,6 @@ MODULES = "| modules |"
 PLACES = {
     "sockets": {
         "mpiddp/mpi/addresses.py": "a node listens at one address",  # it asks, and opens nothing
-        "mpiddp/process_group/ring_connections.py": "the [heartbeat's]",
         "mpiddp/rendezvous/meeting.py": "the port of [`elastic.admit`]",
         "mpiddp/rendezvous/store.py": "the store of `torch.distributed`",
         "mpiddp/rendezvous/store_client.py": "the store of `torch.distributed`",
@@ -52,15 +51,16 @@ PLACES = {
         "mpiddp/runner/output.py": NO_PORT,
         "mpiddp/runner/torchrun.py": "`MASTER_ADDR` and `MASTER_PORT`",
         "mpiddp/system/listening.py": "a node listens at one address",
+        "mpiddp/watch/ring_connections.py": "the [heartbeat's]",
         "cython/engine/progress.pyx": "",  # it sleeps until a message comes
         "cython/system/sockets.pyx": "",
     },
     "memory": {
         "mpiddp/flight_recorder/ranks_here.py": SIGN,
-        "mpiddp/process_group/dead_peers.py": "the bell of a node",
-        "mpiddp/process_group/node_states.py": SHARED,
         "mpiddp/rendezvous/launched_here.py": SIGN,
         "mpiddp/system/memory_files.py": SHARED,
+        "mpiddp/watch/dead_peers.py": "the bell of a node",
+        "mpiddp/watch/node_states.py": SHARED,
         "cython/engine/memory.pyx": SHARED,
         "cython/flight_recorder/page.pyx": SHARED,
         "cython/system/helpers.pyx": SHARED,
@@ -76,7 +76,6 @@ PLACES = {
         "mpiddp/checkpoint/shared_folders.py": CHECKPOINTS,
         "mpiddp/checkpoint/writer_lock.py": "the `.lock` of who writes there",
         "mpiddp/flight_recorder/files.py": "records of the flight recorder",
-        "mpiddp/process_group/node_ends.py": "the bell of a node",
         "mpiddp/horovod/timeline.py": "`HOROVOD_TIMELINE`, where you say",
         "mpiddp/mpi/abort.py": "",  # /dev/null
         "mpiddp/mpi/first_words.py": "the bell of a node",
@@ -86,6 +85,7 @@ PLACES = {
         "mpiddp/runner/output.py": "the runner's `--log-dir`",
         "mpiddp/runner/output_relay.py": "the runner's `--log-dir`",
         "mpiddp/transports/gpu_trial.py": "what the trial of a GPU prints",
+        "mpiddp/watch/node_ends.py": "the bell of a node",
     },
     "programs": {
         "mpiddp/diagnosis/launching.py": "| the doctor |",

@@ -17,7 +17,7 @@ from replicas import RANK, SIZE, together
 
 from mpiddp import DistributedDataParallel as DDP
 from mpiddp.flight_recorder import page, ring
-from mpiddp.process_group import node_states
+from mpiddp.watch import node_states
 
 marked = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(100)]
 
@@ -27,7 +27,7 @@ LAST = SIZE - 1
 @pytest.fixture(autouse=True)
 def _quick_answers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("mpi") is not None:
-        from mpiddp.process_group import roll_call
+        from mpiddp.watch import roll_call
 
         monkeypatch.setattr(roll_call, "_PERIOD", 0.03)
         monkeypatch.setattr(roll_call, "_PATIENCE", 30.0)  # this machine is busy

@@ -12,8 +12,8 @@ from pathlib import Path
 import mpirun
 import pytest
 
-from mpiddp.process_group import node_states
 from mpiddp.transports import gpu_trial
+from mpiddp.watch import node_states
 
 pytestmark = pytest.mark.timeout(100)
 

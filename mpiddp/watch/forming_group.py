@@ -11,8 +11,8 @@ from datetime import timedelta
 
 from mpiddp.flight_recorder import ring, sources
 from mpiddp.flight_recorder.call_text import call_of
-from mpiddp.process_group.watchdog import limited
-from mpiddp.process_group.wrapped_modules import WrappedModules
+from mpiddp.watch.watchdog import limited
+from mpiddp.watch.wrapped_modules import WrappedModules
 
 __all__ = ["FormingGroup", "NamedWait"]
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from mpiddp.flight_recorder import sources
-from mpiddp.process_group.wrapped_modules import WrappedModules
+from mpiddp.watch.wrapped_modules import WrappedModules
 
 pytestmark = pytest.mark.once
 

@@ -11,7 +11,7 @@ import mpirun
 import pytest
 
 import mpiddp
-from mpiddp.process_group.sudden_ends import SuddenEnds, exit_status
+from mpiddp.watch.sudden_ends import SuddenEnds, exit_status
 
 
 def child(action: Callable[[], object]) -> "tuple[int, int]":

@@ -27,11 +27,11 @@ from slurm_lab import Hosts, start_hosts
 
 from mpiddp.diagnosis import travelling
 from mpiddp.mpi import nodes
-from mpiddp.process_group.ring_connections import Place
 from mpiddp.rendezvous import world
+from mpiddp.watch.ring_connections import Place
 
 if TYPE_CHECKING:
-    from mpiddp.process_group.heartbeat import Heartbeat
+    from mpiddp.watch.heartbeat import Heartbeat
 
 # The node of each rank.
 APART = [0, 1, 2, 3]
@@ -47,7 +47,7 @@ marked = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(60)]
 @contextlib.contextmanager
 def watching(place: list[int], roll_call: Any) -> Iterator["Heartbeat"]:
     """Let the ranks watch each other as if these were their nodes. Collective."""
-    from mpiddp.process_group.heartbeat import Heartbeat
+    from mpiddp.watch.heartbeat import Heartbeat
 
     own, number = place[: size()], rank()
     with pytest.MonkeyPatch.context() as patch:
@@ -66,7 +66,7 @@ def pretended(answers: bool = False, threaded: bool = True) -> Any:
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Wait for all ranks, and return why the job would have been ended."""
-    from mpiddp.process_group import heartbeat
+    from mpiddp.watch import heartbeat
 
     reasons: list[str] = []
     monkeypatch.setattr(heartbeat, "waits_for", lambda ranks, at_least=0: WAITS)
@@ -198,7 +198,7 @@ class TestRing:
         assert ended == []
 
     def test_none_where_one_cannot_connect(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from mpiddp.process_group import ring_connections
+        from mpiddp.watch import ring_connections
 
         monkeypatch.setattr(ring_connections, "_PATIENCE", patience.enough(0.5))
         before = sockets()
@@ -231,7 +231,7 @@ class TestRing:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the ranks whose ends this one says at once."""
-    from mpiddp.process_group import node_ends
+    from mpiddp.watch import node_ends
 
     ranks: list[int] = []
 
@@ -293,7 +293,7 @@ class TestSaidAtOnce:
 @pytest.mark.once
 def test_the_first_end_is_named(said: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the one beside it that ended because of it, though this rank speaks first of that."""
-    from mpiddp.process_group import node_ends
+    from mpiddp.watch import node_ends
 
     monkeypatch.setattr(node_ends, "_PATIENCE_BEHIND", 60.0)
     (ahead, end_ahead), (behind, end_behind) = socket.socketpair(), socket.socketpair()
@@ -328,9 +328,9 @@ def refuse(*args: object) -> socket.socket:
 
 @pytest.mark.once
 def test_strangers_are_turned_away() -> None:
-    from mpiddp.process_group.ring_connections import _accept
     from mpiddp.system.entrance import Entrance, Proof
     from mpiddp.system.listening import listen
+    from mpiddp.watch.ring_connections import _accept
 
     with contextlib.ExitStack() as opened:
         entrance = opened.enter_context(contextlib.closing(Entrance(listen("127.0.0.1"), b"z")))

@@ -23,8 +23,8 @@ from mpiddp.flight_recorder.torch_format import words_of
 from mpiddp.mpi import first_words
 from mpiddp.mpi.abort import abort_job
 from mpiddp.mpi.nodes import ranks_of_node
-from mpiddp.process_group import node_states, sudden_ends
 from mpiddp.system import memory_files, running_time
+from mpiddp.watch import node_states, sudden_ends
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -32,7 +32,8 @@ from mpiddp.engine.engine import look_while_waiting
 from mpiddp.flight_recorder import files, ring
 from mpiddp.flight_recorder.call_text import describe, place
 from mpiddp.mpi import communicators
-from mpiddp.process_group.roll_call_words import (
+from mpiddp.system import running_time
+from mpiddp.watch.roll_call_words import (
     ELSEWHERE,
     UNKNOWN_GROUP,
     Answer,
@@ -46,10 +47,9 @@ from mpiddp.process_group.roll_call_words import (
     where_it_is,
     who,
 )
-from mpiddp.system import running_time
 
 if TYPE_CHECKING:
-    from mpiddp.process_group.interface import CountedGroup
+    from mpiddp.watch.interface import CountedGroup
 
 __all__ = ["RollCall"]
 

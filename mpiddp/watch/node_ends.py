@@ -34,7 +34,7 @@ from mpiddp.mpi.abort import is_ending
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpiddp.process_group.ring_connections import Place
+    from mpiddp.watch.ring_connections import Place
 
 __all__ = ["LEAVING", "Bell", "Link", "NodeEnds", "closed_words"]
 

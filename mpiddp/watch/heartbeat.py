@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING
 from mpiddp import settings
 from mpiddp.flight_recorder.call_text import ranks_in_words
 from mpiddp.mpi import abort, communicators, nodes
-from mpiddp.process_group.dead_peers import end_job, waits_for
-from mpiddp.process_group.node_ends import LEAVING, Bell, Link, NodeEnds, closed_words
-from mpiddp.process_group.ring_connections import connect
+from mpiddp.watch.dead_peers import end_job, waits_for
+from mpiddp.watch.node_ends import LEAVING, Bell, Link, NodeEnds, closed_words
+from mpiddp.watch.ring_connections import connect
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpiddp.process_group.roll_call import RollCall
+    from mpiddp.watch.roll_call import RollCall
 
 __all__ = ["Heartbeat"]
 

@@ -29,7 +29,7 @@ from mpiddp.mpi.abort import abort_job
 from mpiddp.system import running_time
 
 if TYPE_CHECKING:
-    from mpiddp.process_group.roll_call import RollCall
+    from mpiddp.watch.roll_call import RollCall
 
 __all__ = ["Asker", "LossWatch"]
 

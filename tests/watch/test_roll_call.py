@@ -32,7 +32,7 @@ marked = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(60)]
 @pytest.fixture(autouse=True)
 def _quick_answers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("mpi") is not None:
-        from mpiddp.process_group import roll_call
+        from mpiddp.watch import roll_call
 
         monkeypatch.setattr(roll_call, "_PERIOD", 0.03)
         monkeypatch.setattr(roll_call, "_PATIENCE", PATIENCE)
@@ -245,7 +245,7 @@ class TestMissingRanks:
         until_all_are_here()
 
     def test_sizes_that_may_differ(self) -> None:
-        from mpiddp.process_group.roll_call_words import Answer, in_words
+        from mpiddp.watch.roll_call_words import Answer, in_words
 
         calls = [f"all_gather of float32 ({count},)" for count in (3, 4)]
         answers = {one: Answer(1, "", call=call) for one, call in enumerate(calls)}
@@ -305,7 +305,7 @@ class TestMissingRanks:
         """The wish for its file is kept."""
         from mpi4py import MPI
 
-        from mpiddp.process_group import roll_call as module
+        from mpiddp.watch import roll_call as module
 
         monkeypatch.setattr(module, "_PATIENCE", 1.0)
         wishes: list[threading.Thread] = []
@@ -330,7 +330,7 @@ class TestMissingRanks:
     def test_hanging_rank_is_silent(
         self, part: "ProcessGroup", monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from mpiddp.process_group import roll_call as module
+        from mpiddp.watch import roll_call as module
 
         monkeypatch.setattr(module, "_PATIENCE", 3.0)
         roll_call = part.roll_call
@@ -357,7 +357,7 @@ class TestMissingRanks:
         """MPICH gives it the number of the one that was freed."""
         from mpi4py import MPI
 
-        from mpiddp.process_group.roll_call import RollCall
+        from mpiddp.watch.roll_call import RollCall
 
         roll_call = RollCall(MPI.COMM_WORLD, threaded=True)
         roll_call.stop()

@@ -23,8 +23,8 @@ from mpiddp.flight_recorder.sources import BUCKETS
 from mpiddp.mpi.abort import abort_job
 
 if TYPE_CHECKING:
-    from mpiddp.process_group.interface import CountedGroup
-    from mpiddp.process_group.roll_call import RollCall
+    from mpiddp.watch.interface import CountedGroup
+    from mpiddp.watch.roll_call import RollCall
 
 __all__ = ["Watchdog", "ended_with_block", "limited"]
 

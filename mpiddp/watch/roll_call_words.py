@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from mpiddp.flight_recorder.call_text import describe, ranks_in_words
 from mpiddp.flight_recorder.sources import BUCKETS
-from mpiddp.process_group import node_states
+from mpiddp.watch import node_states
 
 if TYPE_CHECKING:
-    from mpiddp.process_group.interface import CountedGroup
-    from mpiddp.process_group.wrapped_modules import WrappedModule
+    from mpiddp.watch.interface import CountedGroup
+    from mpiddp.watch.wrapped_modules import WrappedModule
 
 __all__ = [
     "ELSEWHERE",
