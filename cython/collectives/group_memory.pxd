@@ -15,10 +15,14 @@ cdef class GroupMemory:
     cdef Engine engine
     cdef Channel channel        # None until something is submitted
     cdef list under_way         # what the engine moves along
+    cdef MemoryPending awaited  # its caller moves it along, None if nothing is left so
     cdef public bint at_once    # whether the caller waits for what is begun next
 
     cdef bint is_free(self)
     cdef void give_up(self)
+    cdef int submit(self, MemoryPending pending) except -1
+    cdef int settle(self) except -1
+    cdef void let_drive(self)
     cdef char **_addresses(self, addresses) except NULL
     cdef MemoryPending start(self, MemoryPending pending, object memory)
 
@@ -29,5 +33,8 @@ cdef class MemoryPending:
     cdef object memory          # what is read and written
     cdef bint ended             # without the engine
     cdef bint submitted
+    cdef bint driven            # by its caller, just now
 
-    cdef int drive(self) noexcept nogil
+    cdef int drive(self, bint patiently) noexcept nogil
+    cdef bint drives(self, bint patiently)
+    cdef bint step(self)

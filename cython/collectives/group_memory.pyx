@@ -4,6 +4,14 @@ A group has its part of one piece that all ranks of the node share, see Note [On
 transports/shared_memory.pyx; what no collective has written to takes no memory. A collective begins
 on the thread that calls it. What other ranks hold up is handed to the engine, in the order of the
 calls, on a channel of the group; see Note [Rounds in memory].
+
+Note [Awaited callers]
+~~~~~~~~~~~~~~~~~~~~~~
+Waking the engine's thread takes longer than a small collective. When this rank has shown all that
+the others read, they need no more of it until its next collective: in the last round it only takes.
+So that last step of an asynchronous collective is left to its caller, who waits for it sooner or
+later, tests it, or begins the next one. Only one is left so at a time, and only one thread drives
+it. Who asks for a future does not come back: then the engine gets it.
 """
 
 from cpython.exc cimport PyErr_CheckSignals
@@ -12,12 +20,12 @@ from libc.string cimport memset
 
 from mpiddp.collectives.memory_jobs cimport (
     EXCHANGE, FILL, GATHER_ALL, HEAD_BYTES, MEET, MOST_RANKS, REDUCE_ALL, REDUCE_PARTS,
-    REDUCE_TO_ROOT, REGION_BYTES, SPREAD, MemoryState, advance,
+    REDUCE_TO_ROOT, REGION_BYTES, SPREAD, MemoryState, advance, has_shown_all,
 )
 from mpiddp.engine.engine cimport WAIT_DONE, look_if_due
 from mpiddp.engine.forks cimport is_child
 from mpiddp.engine.interface cimport ADVANCE_DONE, Transport
-from mpiddp.system.posix cimport load, now, peek
+from mpiddp.system.posix cimport load, now, peek, sleep_for
 from mpiddp.system.running_time cimport look
 from mpiddp.system.waiting cimport SPIN, give_way
 from mpiddp.transports.shared cimport Bell, load32, sleep_on
@@ -37,6 +45,8 @@ NO_ELEMENT = -1
 cdef double SIGNAL_CHECK = 0.1
 # Seconds in which a caller waits for other ranks before it lets the engine do so.
 cdef double PATIENCE = 200e-6
+# Seconds between two looks whether another thread has done.
+cdef double SHORT = 5e-6
 
 
 cdef unsigned int take_ticket(Transport *transport) noexcept nogil:
@@ -209,7 +219,10 @@ cdef class GroupMemory:
         return result
 
     cdef MemoryPending start(self, MemoryPending pending, object memory):
-        cdef bint first = self.is_free()
+        cdef bint first
+        if self.awaited is not None:
+            self.settle()
+        first = self.is_free()
         pending.group = self
         pending.memory = memory
         pending.job_state.phase = FILL
@@ -217,22 +230,48 @@ cdef class GroupMemory:
         pending.job_state.job.context = &pending.job_state
         if first:
             with nogil:
-                pending.ended = pending.drive()
+                pending.ended = pending.drive(self.at_once)
         if pending.ended:
             pending.memory = None
             return pending
-        if self.channel is None:
-            self.channel = self.engine.open_channel(self)
         while self.under_way and self.under_way[0].left:    # they end in their order
             del self.under_way[0]
         self.under_way.append(pending)
+        if first and not self.at_once and has_shown_all(&self.state, &pending.job_state):
+            self.awaited = pending
+        else:
+            self.submit(pending)
+        return pending
+
+    cdef int submit(self, MemoryPending pending) except -1:
+        """Let the engine move something along."""
+        if self.channel is None:
+            self.channel = self.engine.open_channel(self)
         pending.submitted = True
         self.channel.submit(&pending.job_state.job)
-        return pending
+        return 0
+
+    cdef int settle(self) except -1:
+        """End what a caller is awaited for, see Note [Awaited callers], or submit it."""
+        cdef MemoryPending pending = self.awaited
+        self.let_drive()
+        if pending is None or self.awaited is not pending:
+            return 0
+        if not pending.step():
+            self.awaited = None
+            self.submit(pending)
+        return 0
+
+    cdef void let_drive(self):
+        """Wait while another thread drives what its caller is awaited for."""
+        while self.awaited is not None and self.awaited.driven:
+            with nogil:
+                sleep_for(SHORT)
 
     def close(self):
         """Touch the memory no more. What is under way never ends. Not collective."""
         self.give_up()
+        self.awaited = None
         if self.channel is not None and not load(&self.channel.state.failure):
             self.engine.close_channel(self.channel)
             self.under_way.clear()
@@ -247,6 +286,7 @@ cdef class GroupMemory:
     cdef void give_up(self):
         """Let what is under way go, and wait until the engine has done so."""
         self.state.given_up = True
+        self.let_drive()
         if self.channel is None:
             return
         # After a failure the engine does not look at a channel any more.
@@ -290,13 +330,13 @@ cdef class MemoryPending:
         """Where the engine's job is, for its record; 0: it is not the engine's any more."""
         return <size_t>&self.job_state.job
 
-    cdef int drive(self) noexcept nogil:
+    cdef int drive(self, bint patiently) noexcept nogil:
         """Move it along on this thread; return whether it has ended."""
         cdef Transport *transport = &self.group.state.transport
         cdef double began, idle, idle_since
         if advance(transport, &self.job_state.job, True) == ADVANCE_DONE:
             return 1
-        if not self.group.at_once:
+        if not patiently:
             return 0
         began = now()
         idle_since = began - SPIN if transport.crowded else began
@@ -308,15 +348,40 @@ cdef class MemoryPending:
             idle = now() - began
         return 0
 
+    cdef bint drives(self, bint patiently):
+        """Move along what its caller is awaited for; return whether it has ended."""
+        cdef bint ended
+        self.driven = True
+        with nogil:
+            ended = self.drive(patiently)
+        if ended and not self.group.state.given_up:
+            self.ended = True
+            self.memory = None
+            self.group.awaited = None
+        self.driven = False
+        return self.ended
+
+    cdef bint step(self):
+        """Move along what its caller is awaited for, if other ranks have come."""
+        return self.drives(False)
+
     def submit(self):
-        """Do nothing: what has not ended is the engine's already."""
+        """Do nothing: what has not ended is the engine's, or waits for its caller."""
+
+    def hand_over(self):
+        """Let it end without its caller, who waits in another way. Not collective."""
+        if self.group.awaited is self:
+            self.group.settle()
 
     def test(self):
         """Take a step of progress; return whether it has ended. Not collective."""
         if not self.done:
             if is_child():
                 check_process("the test of a collective")
-            self.group.engine.step()
+            if self.group.awaited is not self:
+                self.group.engine.step()
+            elif not self.driven:
+                self.step()
         return self.done
 
     def wait(self, double seconds):
@@ -334,6 +399,11 @@ cdef class MemoryPending:
             return True
         if is_child():
             check_process("the wait for a collective")
+        self.group.let_drive()
+        if self.group.awaited is self and not self.drives(True):
+            self.hand_over()
+        if self.done:
+            return True
         looked = now()
         running = look(&looked)
         limit = running + seconds

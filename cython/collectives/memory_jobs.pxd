@@ -65,3 +65,4 @@ cdef struct MemoryJob:
 
 
 cdef Advance advance(Transport *transport, Job *job, int helping) noexcept nogil
+cdef bint has_shown_all(MemoryState *state, MemoryJob *job) noexcept nogil

@@ -237,6 +237,15 @@ cdef int is_due(MemoryState *state, MemoryJob *job) noexcept nogil:
     return may_take(state, job)
 
 
+cdef bint has_shown_all(MemoryState *state, MemoryJob *job) noexcept nogil:
+    """Return whether nothing is left but to take what the others show, in the last round."""
+    cdef size_t size = bytes_of_round(state, job)
+    return (
+        state.current == job and job.phase == TAKE and job.at + size == job.size
+        and not is_sliced(job, size)
+    )
+
+
 cdef int comes_soon(MemoryState *state, MemoryJob *job) noexcept nogil:
     """Spin for other ranks, if these are at work as well; return whether they came."""
     cdef double until

@@ -336,6 +336,9 @@ cdef class Pending:
         """Let the engine move it along. Not collective. Raises what `Requests.submit` does."""
         self.requests.submit(self)
 
+    def hand_over(self):
+        """Do nothing: the engine has it. Not collective."""
+
     @property
     def job(self):
         """Where the engine's job is, for its record."""

@@ -1,4 +1,4 @@
-from mpiddp.collectives.group_memory cimport GroupMemory
+from mpiddp.collectives.group_memory cimport GroupMemory, MemoryPending
 from mpiddp.process_group.call_table cimport CallPage
 
 
@@ -24,11 +24,20 @@ cdef class DirectCalls:
     cdef dict codes             # ... and its part of a digest
     cdef bint asks_device       # a barrier may be one of a GPU
 
+    cdef bint has_room(self) except -1
     cdef bint may_go(self, object opts, object kind) except -1
     cdef char *plain(self, object tensor, int *dtype, size_t *size) except? NULL
     cdef bint reduces(self, int dtype, object op, Told *told) except -1
     cdef bint fits(self, Told *told) except -1
     cdef object go(
         self, int kind, str name, object detail, object tensors, object opts, Told *told,
-        char *source, char *target, list addresses, int dtype, object kept,
+        char *source, char *target, list addresses, int dtype, object kept, object result,
     )
+    cdef object work_of(
+        self, MemoryPending pending, str name, object result, object opts, long long number,
+        long long record,
+    )
+
+
+cdef class AtItsEnd:
+    cdef object result

@@ -14,3 +14,7 @@ class DirectCalls:
 
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
+
+class AtItsEnd:
+    def __init__(self, result: Any) -> None: ...
+    def __next__(self) -> Any: ...

@@ -1,9 +1,9 @@
-"""The short way of a synchronous collective: contiguous tensors on the CPU, ranks on one node.
+"""The short way of a collective: contiguous tensors on the CPU, ranks on one node.
 
-It is the way of `OperationRunner` without what is rare. Whatever is not as usual (an asynchronous
-call, a hook, a profiler, a mode, another dtype, an earlier call that has not ended) is handed to
-the group's own method before anything is counted, compared or shown to other ranks, so that a call
-is the same for them whichever way it takes.
+It is the way of `OperationRunner` without what is rare. Whatever is not as usual (a hook, a
+profiler, a mode, another dtype, an earlier call that has not ended) is handed to the group's own
+method before anything is counted, compared or shown to other ranks, so that a call is the same for
+them whichever way it takes.
 """
 
 import torch
@@ -21,10 +21,11 @@ from mpiddp.process_group.call_table cimport digest_of
 from mpiddp.torch_internals.tensors cimport dense_memory
 from mpiddp.flight_recorder import ring
 from mpiddp.flight_recorder.call_text import call_of
+from mpiddp.collectives import movement
 from mpiddp.mpi import uncaught
 from mpiddp.process_group import gpu_tensors
 from mpiddp.process_group.call_table import FITS, code_of_dtype, code_of_name
-from mpiddp.process_group.work import COMPLETED
+from mpiddp.process_group.work import COMPLETED, EndedWork, Work
 from mpiddp.system.kernels import ELEMENTS
 from mpiddp.torch_internals.tensors import code_of
 
@@ -94,7 +95,7 @@ cdef class DirectCalls:
                     told.name, told.times = _ALL_REDUCE, 1
                     done = self.go(
                         REDUCE_ALL, "all_reduce", op, tensors, opts, &told, address, address, None,
-                        dtype, tensors,
+                        dtype, tensors, tensors,
                     )
                     if done is not None:
                         return done
@@ -113,7 +114,7 @@ cdef class DirectCalls:
                     told.name, told.times, told.detail, told.dtype = _BROADCAST, 1, root, 0
                     done = self.go(
                         SPREAD, "broadcast", root, tensors, opts, &told, address, address, None,
-                        dtype, tensors,
+                        dtype, tensors, tensors,
                     )
                     if done is not None:
                         return done
@@ -148,7 +149,7 @@ cdef class DirectCalls:
                     told.dtype = 0
                     done = self.go(
                         GATHER_ALL, "all_gather", None, inputs, opts, &told, source, NULL, targets,
-                        dtype, arguments,
+                        dtype, arguments, movement.stacked(lists),
                     )
                     if done is not None:
                         return done
@@ -178,7 +179,7 @@ cdef class DirectCalls:
                     done = self.go(
                         GATHER_ALL, "all_gather", None, [input_], opts, &told, source, NULL,
                         [<size_t>target + rank * told.size for rank in range(ranks)],
-                        dtype, arguments,
+                        dtype, arguments, [output],
                     )
                     if done is not None:
                         return done
@@ -206,7 +207,7 @@ cdef class DirectCalls:
                     done = self.go(
                         REDUCE_PARTS, "reduce_scatter", op, [output], opts, &told, NULL, target,
                         [<size_t>source + rank * told.size for rank in range(ranks)],
-                        dtype, arguments,
+                        dtype, arguments, [output],
                     )
                     if done is not None:
                         return done
@@ -223,7 +224,7 @@ cdef class DirectCalls:
             if device is None or device.type == "cpu":
                 told.name, told.times, told.detail, told.size, told.dtype = _BARRIER, 0, -1, 0, 0
                 done = self.go(
-                    MEET, "barrier", None, (), opts, &told, NULL, NULL, None, -1, None)
+                    MEET, "barrier", None, (), opts, &told, NULL, NULL, None, -1, None, [])
                 if done is not None:
                     return done
         return self.long_way("barrier", arguments, named)
@@ -236,8 +237,7 @@ cdef class DirectCalls:
         """Whether nothing is unusual about the call or the group."""
         return (
             type(opts) is kind
-            and self.memory.is_free()
-            and not opts.asyncOp
+            and self.has_room()
             and not self.state.reason
             and self.state.memory is self.memory
             and "_start" not in self.attributes     # else hooks look on, ...
@@ -248,6 +248,13 @@ cdef class DirectCalls:
             and not _len_torch_dispatch_stack()
             and not is_child()
         )
+
+    cdef bint has_room(self) except -1:
+        """Whether nothing else is under way."""
+        if self.memory.awaited is not None:
+            with self.lock:
+                self.memory.settle()
+        return self.memory.is_free()
 
     cdef char *plain(self, object tensor, int *dtype, size_t *size) except? NULL:
         kind = type(tensor)
@@ -275,7 +282,7 @@ cdef class DirectCalls:
 
     cdef object go(
         self, int kind, str name, object detail, object tensors, object opts, Told *told,
-        char *source, char *target, list addresses, int dtype, object kept,
+        char *source, char *target, list addresses, int dtype, object kept, object result,
     ):
         """Carry out a call; return its Work, None where it does not fit."""
         cdef MemoryPending pending
@@ -289,7 +296,7 @@ cdef class DirectCalls:
             self.attributes["entered"] = number
             last = self.attributes["last"] = call_of(name, detail, tensors)
             record = ring.begin(self.source, number, last, False, True)
-            self.memory.at_once = True
+            self.memory.at_once = not opts.asyncOp
             try:
                 if kind == MEET:
                     pending = self.memory.meet()
@@ -309,7 +316,39 @@ cdef class DirectCalls:
                 self.state.failed(number, name, error)
                 ring.failed(record)
                 raise
+        if opts.asyncOp:
+            return self.work_of(pending, name, result, opts, number, record)
         if pending.ended:
             ring.ended(record)
             return COMPLETED
         return self.group.wait_directly(name, pending, opts, number, record)
+
+    cdef object work_of(
+        self, MemoryPending pending, str name, object result, object opts, long long number,
+        long long record,
+    ):
+        """Return what an asynchronous call returns."""
+        if pending.ended:
+            ring.ended(record)
+            return EndedWork(result, number, opts, self.group.timeout)
+        work = Work(
+            self.group, name, AtItsEnd(result), [pending], self.group._limit(opts), number)
+        work.record = record
+        ring.attach(record, pending.job)
+        self.group.under_way.add(work)
+        self.group.under_way.sweep_if_due()
+        return work
+
+
+cdef class AtItsEnd:
+    """What is left of an operation that has nothing to do after its wait.
+
+    Args:
+        result: of the operation.
+    """
+
+    def __init__(self, result):
+        self.result = result
+
+    def __next__(self):
+        raise StopIteration(self.result)

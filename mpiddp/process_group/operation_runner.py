@@ -35,7 +35,7 @@ from mpiddp.process_group.group_state import GroupState
 from mpiddp.process_group.operation_errors import OperationErrors
 from mpiddp.process_group.ordered_starts import kept
 from mpiddp.process_group.under_way import UnderWay
-from mpiddp.process_group.work import COMPLETED, CompletedWork, Work, each_of
+from mpiddp.process_group.work import COMPLETED, CompletedWork, Work, each_of, limit_of
 from mpiddp.system import running_time
 from mpiddp.torch_internals.compiler import skip_compilation
 from mpiddp.torch_internals.profiling import Event
@@ -480,7 +480,4 @@ class OperationRunner(OperationErrors):
 
     def _limit(self, opts: Any) -> float:
         """Return the time limit in seconds: the call's own, or the group's."""
-        own = getattr(opts, "timeout", None)
-        # torch marks "not given" by a negative time.
-        limit: timedelta = own if own is not None and own > timedelta(0) else self.timeout
-        return limit.total_seconds()
+        return limit_of(opts, self.timeout).total_seconds()

@@ -55,6 +55,7 @@ class UnderWay:
     def leave(self, pending: Pending) -> None:
         """Let the engine move something along that nobody waits for."""
         pending.submit()
+        pending.hand_over()
         self._left = [each for each in self._left if not each.done] + [pending]
 
     def hurry(self) -> None:

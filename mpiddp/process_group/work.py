@@ -117,11 +117,12 @@ class Work(TorchWork):
     def wait_for_end(self, seconds: float | None = None) -> bool:
         """Wait until the operation has succeeded or failed; return whether it has, in time."""
         if self._operation is not None:
-            forks.check(f"the wait for {self.name}")
+            if forks.forked():
+                forks.check(f"the wait for {self.name}")
             seconds = self._seconds if seconds is None else seconds
             until = running_time.now() + seconds
             # Another thread may wait here already, and longer.
-            if not _acquired(self._lock, until):
+            if not self._lock.acquire(blocking=False) and not _acquired(self._lock, until):
                 return False
             try:
                 if self._operation is not None:
@@ -196,6 +197,8 @@ class Work(TorchWork):
                 # Nobody would make progress on it while its waiter sleeps in C++.
                 self.wait_for_end()
             elif self._operation is not None:
+                for pending in self.pending:
+                    pending.hand_over()
                 self._group.completion.add(self)
             self._tell()
         return self._future
@@ -394,6 +397,54 @@ class CompletedWork(TorchWork):
 
 
 COMPLETED = CompletedWork()
+
+
+def limit_of(opts: Any, limit: timedelta) -> timedelta:
+    """Return the time limit of a call: its own, or the group's. Not collective."""
+    own = getattr(opts, "timeout", None)
+    # torch marks "not given" by a negative time.
+    return own if own is not None and own > timedelta(0) else limit
+
+
+class EndedWork(CompletedWork):
+    """The Work of an asynchronous call that has ended before it returned.
+
+    Args:
+        result: what the future holds, or a function that makes it.
+        number: which of the group's collectives it is.
+        opts: of the call.
+        limit: of the group.
+    """
+
+    def __init__(self, result: Any, number: int, opts: Any, limit: timedelta) -> None:
+        super().__init__()
+        self._result, self.number, self._opts, self._limit = result, number, opts, limit
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long it might have waited for other ranks."""
+        return limit_of(self._opts, self._limit)
+
+    def _get_sequence_number(self) -> int:
+        """Return which of the group's collectives it is."""
+        return self.number
+
+    def synchronize(self) -> None:
+        """Do nothing. Not collective."""
+
+    block_current_stream = synchronize
+
+    def result(self) -> Any:
+        """Return what the future holds: a list of tensors. Not collective."""
+        return self._result() if callable(self._result) else self._result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future that holds the result. Not collective."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self.result())
+        return future
+
+    get_future_result = get_future
 
 
 def each_of(works: list[Work]) -> Operation:

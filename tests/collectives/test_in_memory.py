@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -218,3 +219,87 @@ def test_what_has_other_sizes_on_each_rank_goes_by_messages() -> None:
     dist.all_gather(outputs, torch.full((rank() + 1,), float(rank())))
     for of, output in enumerate(outputs):
         assert torch.equal(output, torch.full((of + 1,), float(of)))
+
+
+class TestAwaitedCallers:
+    """See Note [Awaited callers] in group_memory.pyx."""
+
+    def test_who_waits_later_holds_nobody_up(self) -> None:
+        """What others need of a rank is there before it waits."""
+        dist.barrier()
+        began = time.monotonic()
+        tensor = torch.full((4,), float(rank()))
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        if rank() == 0:
+            time.sleep(2)
+        work.wait()
+        took = time.monotonic() - began
+        assert tensor[0] == sum(range(size()))
+        assert took > 1.9 if rank() == 0 else took < 1
+        dist.barrier()
+
+    @pytest.mark.parametrize("late", [0, 1])
+    def test_many_that_are_waited_for_in_any_order(self, late: int) -> None:
+        for reverse in (False, True):
+            tensors = [torch.full((3,), float(rank() + number)) for number in range(20)]
+            if rank() == late:
+                time.sleep(0.05)
+            works: list[Any] = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+            for work in reversed(works) if reverse else works:
+                work.wait()
+            for number, tensor in enumerate(tensors):
+                assert tensor[0] == sum(range(size())) + number * size()
+
+    @pytest.mark.parametrize("late", [0, 1])
+    def test_asked_again_and_again(self, late: int) -> None:
+        tensor = torch.full((3,), float(rank()))
+        if rank() == late:
+            time.sleep(0.05)
+        work: Any = dist.all_reduce(tensor, async_op=True)
+        until = time.monotonic() + 20
+        while not work.is_completed() and time.monotonic() < until:
+            pass
+        assert work.is_success()
+        assert tensor[0] == sum(range(size()))
+
+    @pytest.mark.parametrize("late", [0, 1])
+    def test_future_without_a_wait(self, late: int) -> None:
+        """Nobody comes back for it."""
+        tensor = torch.full((3,), float(rank()))
+        if rank() == late:
+            time.sleep(0.05)
+        work: Any = dist.all_reduce(tensor, async_op=True)
+        future = work.get_future()
+        until = time.monotonic() + 20
+        while not torch.futures.Future.done(future) and time.monotonic() < until:
+            time.sleep(0.001)  # ours would move it along
+        assert torch.futures.Future.done(future)
+        assert future.value()[0][0] == sum(range(size()))
+
+    def test_one_thread_waits_while_another_begins(self) -> None:
+        part = dist.new_group()
+        for step in range(200):
+            first, second = torch.ones(3), torch.full((5,), 2.0)
+            work: Any = dist.all_reduce(first, group=part, async_op=True)
+            waiter = threading.Thread(target=work.wait)
+            if step % size() == rank():
+                time.sleep(0.001)
+            waiter.start()
+            dist.all_reduce(second, group=part)
+            waiter.join()
+            assert first[0] == size()
+            assert second[0] == 2 * size()
+
+    def test_broken_meanwhile(self) -> None:
+        """The group is broken while one is left to its caller."""
+        part = dist.new_group(timeout=timedelta(seconds=2))
+        dist.barrier(part)
+        tensor = torch.ones(3)
+        work: Any = None
+        if rank() == 0:
+            work = dist.all_reduce(tensor, group=part, async_op=True)
+            with pytest.raises(RuntimeError, match="all_reduce"):
+                work.wait()
+            assert tensor[0] == 1
+        dist.barrier()
