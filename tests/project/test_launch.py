@@ -13,6 +13,7 @@ from pathlib import Path
 import launch
 import launch_progress
 import pytest
+from launch_report import in_share
 
 HEADER = """\
 import os, sys, time
@@ -342,6 +343,15 @@ def test_gpu():
     }
     others = ["test_thorough", *(f"test_some[{number}]" for number in (1, 3, 4))]
     assert found["rest"] == {test: [0, sys.maxsize] for test in others}
+
+
+def test_shares():
+    """Each test is in one of them."""
+    tests = [f"tests/test_{number}.py::test" for number in range(600)]
+    shares = [{test for test in tests if in_share(test, f"{k}/3")} for k in (1, 2, 3)]
+    assert set.union(*shares) == {*tests}
+    assert sum(map(len, shares)) == len(tests)
+    assert min(map(len, shares)) > 150
 
 
 @pytest.mark.once

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--launch-part",
         choices=("short", "rest"),
         help="short: not what is marked thorough, most of it on 3 ranks only; rest: the others",
+    )
+    group.addoption(
+        "--launch-share",
+        metavar="K/N",
+        help="run the K-th of N shares of the tests, of about the same size",
     )
     group.addoption(
         "--launch-claims",
@@ -106,6 +112,12 @@ def left_out(items: list[pytest.Item]) -> set[str]:
     return unwanted
 
 
+def in_share(test: str, share: str) -> bool:
+    """Return whether a test belongs to a share, such as 2/6."""
+    number, _, shares = share.partition("/")
+    return zlib.crc32(test.encode()) % int(shares) == int(number) - 1
+
+
 class Report:
     """The report of one process."""
 
@@ -136,6 +148,7 @@ class Report:
         chosen: list[pytest.Item] = []
         others: list[pytest.Item] = []
         thorough = left_out(items)
+        share = config.option.launch_share
         for item in items:
             fewest, most = bounds(item, self.part)
             belongs = not self.part or (item.nodeid in thorough) == (self.part == "rest")
@@ -143,6 +156,7 @@ class Report:
                 belongs = belongs and fewest == 0
             elif self.ranks is not None:
                 belongs = belongs and 0 < fewest <= self.ranks <= most
+            belongs = belongs and (share is None or in_share(item.nodeid, share))
             if (alone := config.option.launch_alone) is not None:
                 is_alone = item.get_closest_marker("alone") is not None
                 belongs = belongs and is_alone == (alone == "only")
