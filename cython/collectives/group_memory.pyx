@@ -20,7 +20,7 @@ from libc.string cimport memset
 
 from mpiddp.collectives.memory_jobs cimport (
     EXCHANGE, FILL, GATHER_ALL, HEAD_BYTES, MEET, MOST_RANKS, REDUCE_ALL, REDUCE_PARTS,
-    REDUCE_TO_ROOT, REGION_BYTES, SPREAD, MemoryState, advance, has_shown_all,
+    REDUCE_TO_ROOT, REGION_BYTES, SPREAD, TRADE, MemoryState, advance, has_shown_all,
 )
 from mpiddp.engine.engine cimport WAIT_DONE, look_if_due
 from mpiddp.engine.forks cimport is_child
@@ -202,6 +202,29 @@ cdef class GroupMemory:
         pending.job_state.targets = self._addresses(targets)
         return self.start(pending, memory)
 
+    def trade(self, sources, targets, sizes, memory):
+        """Send each rank as many bytes as there are for it, and take those that it has.
+
+        Args:
+            sources: an address for each rank; for this one nothing is read.
+            targets: the same.
+            sizes: bytes for each rank, and then from each.
+            memory: what is kept.
+        """
+        cdef MemoryPending pending = MemoryPending.__new__(MemoryPending)
+        cdef Py_ssize_t number
+        assert len(sizes) == 2 * self.state.ranks
+        pending.job_state.kind = TRADE
+        pending.job_state.sources = self._addresses(sources)
+        pending.job_state.targets = self._addresses(targets)
+        pending.job_state.sizes = <size_t *>calloc(len(sizes), sizeof(size_t))
+        if pending.job_state.sizes == NULL:
+            raise MemoryError
+        for number in range(len(sizes)):
+            pending.job_state.sizes[number] = sizes[number]
+        pending.job_state.size = max(sizes)
+        return self.start(pending, memory)
+
     def _reduces(self, MemoryPending pending, int element, int way, double divisor):
         pending.job_state.element = element
         pending.job_state.way = way if element == NO_ELEMENT else 0
@@ -308,12 +331,18 @@ cdef class MemoryPending:
 
     def __dealloc__(self):
         free(self.job_state.sources)
+        free(self.job_state.sizes)
         free(self.job_state.targets)
 
     @property
     def begun(self):
         """Whether other ranks may know of it: always."""
         return True
+
+    @property
+    def expected(self):
+        """How many bytes a message has: it is none."""
+        return -1
 
     @property
     def left(self):

@@ -23,6 +23,7 @@ cdef enum Kind:
     GATHER_ALL              # all ranks get all ranks' `source`
     SPREAD                  # all ranks get the root's `source`
     EXCHANGE                # each rank gets each rank's part for it
+    TRADE                   # the same, where parts have sizes of their own
 
 
 cdef enum Phase:
@@ -60,7 +61,9 @@ cdef struct MemoryJob:
     char *target
     char **sources          # for each rank its part, where there are parts
     char **targets
-    size_t size             # bytes that each rank shows in all, or for each rank
+    size_t *sizes           # of a trade: bytes for each rank, and then from each
+    size_t size             # bytes that each rank shows in all, or for each rank; of a trade, ...
+    # ... the most that any rank has for another, from the first round on
     size_t at               # of these, how many are done
 
 

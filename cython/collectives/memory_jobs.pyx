@@ -18,6 +18,9 @@ The store of a number releases what was written before, and the load that sees i
 what a rank reads of a half was written before, and what it has read, before its next store, is not
 overwritten. That is all the order that there is, on x86 and on Arm.
 
+Where a rank has another size for each other one (a trade), all say the largest of theirs in the
+first round: so all know how many rounds there are.
+
 All reduce in order of rank, so they have the same bits. What is short each rank reduces as a whole,
 in one meeting. Of what is longer it reduces a slice, shows that in the next round, and takes the
 others'. Nobody shows what only it reads itself.
@@ -88,10 +91,17 @@ cdef inline size_t part_bytes(MemoryState *state) noexcept nogil:
     return HALF_BYTES // state.ranks // CACHE_LINE * CACHE_LINE
 
 
+cdef inline size_t traded_bytes(MemoryState *state) noexcept nogil:
+    """The same for a trade, whose halves begin with a line of their own."""
+    return (HALF_BYTES - CACHE_LINE) // state.ranks // CACHE_LINE * CACHE_LINE
+
+
 cdef size_t bytes_of_round(MemoryState *state, MemoryJob *job) noexcept nogil:
     cdef size_t most = HALF_BYTES
     if job.kind == REDUCE_PARTS or job.kind == EXCHANGE:
         most = part_bytes(state)
+    elif job.kind == TRADE:
+        most = traded_bytes(state)
     return min(most, job.size - job.at)
 
 
@@ -112,10 +122,43 @@ cdef inline size_t slice_bytes(MemoryState *state, size_t size) noexcept nogil:
     return (size // state.ranks // CACHE_LINE + 1) * CACHE_LINE
 
 
+cdef void offer(MemoryState *state, MemoryJob *job, char *place) noexcept nogil:
+    """Show what other ranks get in a round of a trade."""
+    cdef size_t part = traded_bytes(state)
+    cdef uint32_t rank
+    if job.at == 0:
+        (<size_t *>place)[0] = job.size
+    for rank in range(state.ranks):
+        if rank != state.rank and job.sizes[rank] > job.at:
+            show(
+                place + CACHE_LINE + rank * part, job.sources[rank] + job.at,
+                min(part, job.sizes[rank] - job.at),
+            )
+
+
+cdef void receive(MemoryState *state, MemoryJob *job) noexcept nogil:
+    """Take what other ranks offer in a round of a trade."""
+    cdef size_t part = traded_bytes(state)
+    cdef size_t *sizes = job.sizes + state.ranks
+    cdef uint32_t rank
+    for rank in range(state.ranks):
+        if job.at == 0:
+            job.size = max(job.size, (<size_t *>half(state, rank, state.round))[0])
+        if rank != state.rank and sizes[rank] > job.at:
+            memcpy(
+                job.targets[rank] + job.at,
+                half(state, rank, state.round) + CACHE_LINE + state.rank * part,
+                min(part, sizes[rank] - job.at),
+            )
+
+
 cdef void fill(MemoryState *state, MemoryJob *job, size_t size) noexcept nogil:
     cdef char *place = half(state, state.rank, state.round + 1)
     cdef size_t each, first, part = part_bytes(state)
     cdef uint32_t rank
+    if job.kind == TRADE:
+        offer(state, job, place)
+        return
     if size == 0:
         return
     if job.kind == REDUCE_PARTS or job.kind == EXCHANGE:
@@ -202,6 +245,8 @@ cdef int take(MemoryState *state, MemoryJob *job, size_t size) noexcept nogil:
                 memcpy(job.targets[rank] + job.at, half(state, rank, state.round), size)
             elif job.targets[rank] != job.source:
                 memcpy(job.targets[rank] + job.at, job.source + job.at, size)
+    elif job.kind == TRADE:
+        receive(state, job)
     elif job.kind == EXCHANGE:
         for rank in range(state.ranks):
             memcpy(
@@ -241,8 +286,8 @@ cdef bint has_shown_all(MemoryState *state, MemoryJob *job) noexcept nogil:
     """Return whether nothing is left but to take what the others show, in the last round."""
     cdef size_t size = bytes_of_round(state, job)
     return (
-        state.current == job and job.phase == TAKE and job.at + size == job.size
-        and not is_sliced(job, size)
+        state.current == job and job.phase == TAKE and job.kind != TRADE
+        and job.at + size == job.size and not is_sliced(job, size)
     )
 
 
@@ -289,6 +334,8 @@ cdef Advance advance(Transport *transport, Job *job_, int helping) noexcept nogi
             begin_round(state)
             job.phase = COLLECT
             continue
+        if job.kind == TRADE:
+            size = bytes_of_round(state, job)   # others may have more
         job.at += size
         job.phase = FILL
         if job.at == job.size:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from mpiddp.collectives import movement, packing, reductions
+from mpiddp.collectives import movement, packing, point_to_point, reductions
 from mpiddp.collectives.group_memory import NO_ELEMENT
 from mpiddp.mpi import datatypes
 from mpiddp.system.kernels import ELEMENTS
@@ -199,6 +199,12 @@ def _all_gather(group: Group, outputs: Lists, inputs: Sequence[torch.Tensor]) ->
             for target, part in zip(targets, parts, strict=True):
                 packing.write_back(target, part)
             return movement.stacked(outputs)
+        source = packing.apart(packing.dense(tensor), parts)
+        targets = [packing.dense(part) for part in parts]
+        yield point_to_point.exchange(group, [source] * group.size(), targets)
+        for target, part in zip(targets, parts, strict=True):
+            packing.write_back(target, part)
+        return movement.stacked(outputs)
     return (yield from movement.all_gather(group, outputs, inputs))
 
 

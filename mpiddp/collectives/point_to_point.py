@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from mpi4py import MPI
@@ -127,13 +127,32 @@ def exchange(
     Raises:
         ValueError: what this rank sends itself has another size than what it expects.
     """
-    tag = own_tag(EXCHANGE)
     own = group.rank()
     source, target = outgoing[own], incoming[own]
     if source is not None and target is not None and source.nbytes != target.nbytes:
         raise ValueError(
             f"rank {own} sends {source.nbytes} bytes to itself, and expects {target.nbytes}"
         )
+    if group.state.memory is None:
+        waited = _messages(group, outgoing, incoming)
+    else:
+        waited = [_traded(group, outgoing, incoming)]
+    source, target = outgoing[own], incoming[own]
+    if source is not None and target is not None:
+        if source.dtype == target.dtype and source.shape == target.shape:
+            with torch.no_grad():
+                target.copy_(source)
+        else:
+            packing.bytes_of(target).copy_(packing.bytes_of(source))
+    return waited
+
+
+def _messages(
+    group: Group,
+    outgoing: Sequence[torch.Tensor | None],
+    incoming: Sequence[torch.Tensor | None],
+) -> list[Pending]:
+    own, tag = group.rank(), own_tag(EXCHANGE)
     waited = []
     for rank, target in enumerate(incoming):
         if target is not None and rank != own:
@@ -144,14 +163,27 @@ def exchange(
     for rank, source in enumerate(outgoing):
         if source is not None and rank != own:
             waited += send_bytes(group, source, rank, tag)
-    source, target = outgoing[own], incoming[own]
-    if source is not None and target is not None:
-        if source.dtype == target.dtype and source.shape == target.shape:
-            with torch.no_grad():
-                target.copy_(source)
-        else:
-            packing.bytes_of(target).copy_(packing.bytes_of(source))
     return waited
+
+
+def _traded(
+    group: Group,
+    outgoing: Sequence[torch.Tensor | None],
+    incoming: Sequence[torch.Tensor | None],
+) -> Pending:
+    """Exchange in memory that the ranks share. Their sizes have been compared."""
+
+    def addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+    sizes = [
+        0 if tensor is None or rank == group.rank() else tensor.nbytes
+        for tensors in (outgoing, incoming)
+        for rank, tensor in enumerate(tensors)
+    ]
+    kept = (outgoing, incoming)
+    pending = group.memory.trade(addresses(outgoing), addresses(incoming), sizes, kept)
+    return cast("Pending", pending)  # it has all methods that are called
 
 
 def check_sizes(group: Group, name: str, waited: Sequence[Pending]) -> None:

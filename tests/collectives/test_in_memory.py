@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from group_data import group, rank, size
 
+from mpiddp.collectives import point_to_point
+
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120), pytest.mark.sizes]
 
 # In bytes: what is reduced in one meeting, in slices, what fits into a half, and what does not.
@@ -219,6 +221,67 @@ def test_what_has_other_sizes_on_each_rank_goes_by_messages() -> None:
     dist.all_gather(outputs, torch.full((rank() + 1,), float(rank())))
     for of, output in enumerate(outputs):
         assert torch.equal(output, torch.full((of + 1,), float(of)))
+
+
+# Elements of the smallest part: nothing, one round, and many.
+@pytest.mark.parametrize("count", [0, 3, 200_000])
+class TestSizesThatDiffer:
+    """Each rank has another size for each; the largest say how many rounds there are."""
+
+    def part(self, of: int, to: int, count: int) -> torch.Tensor:
+        return numbers(count * (1 + of) * (2 if to == 1 else 1) + to, of + 10 * to)
+
+    def test_all_to_all(self, count: int) -> None:
+        ranks = range(size())
+        inputs = [self.part(rank(), to, count) for to in ranks]
+        expected = [self.part(of, rank(), count) for of in ranks]
+        outputs = [torch.empty_like(part) for part in expected]
+        dist.all_to_all(outputs, inputs)
+        assert all(map(torch.equal, outputs, expected))
+        output = torch.empty(sum(part.numel() for part in expected))
+        splits = [[part.numel() for part in parts] for parts in (expected, inputs)]
+        dist.all_to_all_single(output, torch.cat(inputs), *splits)
+        assert torch.equal(output, torch.cat(expected))
+
+    def test_gather_and_scatter(self, count: int) -> None:
+        root, ranks = 1, range(size())
+        expected = [self.part(of, root, count) for of in ranks]
+        outputs = [torch.empty_like(part) for part in expected] if rank() == root else None
+        dist.gather(self.part(rank(), root, count), outputs, root)
+        assert outputs is None or all(map(torch.equal, outputs, expected))
+        output = torch.empty_like(self.part(root, rank(), count))
+        inputs = [self.part(root, to, count) for to in ranks] if rank() == root else None
+        dist.scatter(output, inputs, root)
+        assert torch.equal(output, self.part(root, rank(), count))
+
+    def test_all_gather(self, count: int) -> None:
+        expected = [self.part(of, 1, count) for of in range(size())]
+        outputs = [torch.empty_like(part) for part in expected]
+        dist.all_gather(outputs, self.part(rank(), 1, count))
+        assert all(map(torch.equal, outputs, expected))
+
+    def test_asynchronous_and_late(self, count: int) -> None:
+        ranks = range(size())
+        works: list[Any] = []
+        results = []
+        for step in range(3):
+            if rank() == step % size():
+                time.sleep(0.02)
+            inputs = [self.part(rank(), to, count) for to in ranks]
+            outputs = [torch.empty_like(self.part(of, rank(), count)) for of in ranks]
+            works.append(dist.all_to_all(outputs, inputs, async_op=True))
+            results.append(outputs)
+        for work, outputs in zip(works, results, strict=True):
+            work.wait()
+            expected = [self.part(of, rank(), count) for of in ranks]
+            assert all(map(torch.equal, outputs, expected))
+
+    def test_no_message_is_sent(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(point_to_point, "send_bytes", None)
+        monkeypatch.setattr(point_to_point, "receive_bytes", None)
+        self.test_all_to_all(count)
+        self.test_gather_and_scatter(count)
+        self.test_all_gather(count)
 
 
 class TestAwaitedCallers:
