@@ -59,7 +59,26 @@ def report_memory(world: MPI.Comm) -> list[Finding]:
         used = "exchange among all ranks"
     else:
         used = "shared memory" if min(sizes) == world.Get_size() else "lanes between the nodes"
-    return [memory, Finding("ok", f"gradients on the CPU: {used} (transport {name!r})")]
+    gradients = Finding("ok", f"gradients on the CPU: {used} (transport {name!r})")
+    return [memory, gradients, _collectives(sizes, world.Get_size(), bool(problems))]
+
+
+def _collectives(sizes: list[int], ranks: int, is_impossible: bool) -> Finding:
+    """Return how the collectives of torch.distributed travel.
+
+    Args:
+        sizes: how many ranks each rank's node has.
+        ranks: how many there are.
+        is_impossible: whether those of a node share no memory.
+    """
+    asked = settings.COLLECTIVES.read()
+    if asked == "messages" or is_impossible or max(sizes) == 1:
+        used = "MPI's calls and messages"
+    elif min(sizes) == ranks:
+        used = "in memory that all ranks share"
+    else:
+        used = "of ranks on one node in memory, of others MPI's calls and messages"
+    return Finding("ok", f"collectives on the CPU: {used} ({settings.COLLECTIVES.name}={asked})")
 
 
 def report_wire(world: MPI.Comm) -> list[Finding]:
