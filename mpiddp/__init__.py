@@ -34,8 +34,6 @@ if not _hand_over(__path__[0]):  # else the installed package is in the place of
             raise
         raise SystemExit(_status) from None
 
-    from torch.distributed import Backend as _Backend
-
     from mpiddp import compression
     from mpiddp import settings as _settings
     from mpiddp.ddp import logger
@@ -48,19 +46,17 @@ if not _hand_over(__path__[0]):  # else the installed package is in the place of
     from mpiddp.process_group.asked_backend import get_backend
     from mpiddp.rendezvous import patches as _patches
     from mpiddp.rendezvous.world import (
-        BACKEND,
         create_process_group,
         destroy_process_group,
         get_topology,
         init_process_group,
     )
+    from mpiddp.torch_internals import backend_names as _backend_names
     from mpiddp.torch_internals.versions import declare_self_recording as _declare_self_recording
     from mpiddp.version import __version__
 
-    _Backend.register_backend(
-        BACKEND, create_process_group, extended_api=True, devices=["cpu", "cuda"]
-    )
-    _declare_self_recording(BACKEND)
+    for _name in _backend_names.register(create_process_group):
+        _declare_self_recording(_name)
     _patches.install()
     _losses.avoid_shared_memory_of_mpi()
     _libfabric.leave_out_sockets()

@@ -19,6 +19,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from mpiddp.torch_internals.backend_names import true_name
+
 __all__ = ["asked_config", "asked_name", "get_backend", "note", "of_world", "told", "was_told"]
 
 # What the script has named for its world; None: nobody has asked for another backend than ours.
@@ -80,7 +82,7 @@ def get_backend(group: dist.ProcessGroup | None = None) -> str:
     Raises:
         ValueError: torch.distributed is not initialised, or this rank is not in the group.
     """
-    return str(dist.get_backend(group))
+    return true_name(str(dist.get_backend(group)))
 
 
 def asked_config(named: str) -> str:

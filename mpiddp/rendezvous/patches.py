@@ -1,9 +1,9 @@
 """Replace functions of torch.distributed by ones that also handle mpiddp.
 
-- ``init_process_group("mpiddp")`` gets rank, size and store from MPI. torch looks for ranks and
-  addresses before it asks a backend for anything, and for "env://", its default, it wants
-  MASTER_ADDR. So a call that names our backend is completed before torch sees it. The same holds
-  for "tcp://", where torch would serve a store to whoever connects.
+- ``init_process_group("mpiddp")``, or ``"ccl"``, gets rank, size and store from MPI. torch looks
+  for ranks and addresses before it asks a backend for anything, and for "env://", its default, it
+  wants MASTER_ADDR. So a call that names our backend is completed before torch sees it. The same
+  holds for "tcp://", where torch would serve a store to whoever connects.
 - ``split_group``: torch's own splits NCCL's communicators and refuses where there is no
   accelerator. For groups of mpiddp, the members of each part create their own group.
 - ``monitored_barrier``: torch's own handles only Gloo's groups.
@@ -28,7 +28,9 @@ import torch
 import torch.distributed as dist
 
 from mpiddp.mpi import nodes, uncaught
+from mpiddp.process_group import asked_backend
 from mpiddp.rendezvous import asynchronous_saves, world, worlds_apart
+from mpiddp.torch_internals.backend_names import names_mpiddp, true_name
 from mpiddp.torch_internals.patching import replace_function
 from mpiddp.torch_internals.versions import new_group_in_order
 
@@ -53,23 +55,16 @@ def install() -> None:
     asynchronous_saves.install()
 
 
-def names_mpiddp(backend: object) -> bool:
-    """Return whether `backend`, as in "cpu:gloo,cuda:mpiddp", names ours. Not collective."""
-    if not isinstance(backend, str):
-        return False
-    parts = (part.rpartition(":")[2].strip() for part in backend.lower().split(","))
-    return world.BACKEND in parts
-
-
 def _completing(torchs: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(torchs)
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs).arguments
-        if names_mpiddp(given.get("backend")):
+        named = given.get("backend")
+        if names_mpiddp(named):
             uncaught.watch_if_initialised()
         if (
-            not names_mpiddp(given.get("backend"))
+            not names_mpiddp(named)
             or world.is_starting()
             # torch raises its own errors for these.
             or dist.is_initialized()
@@ -87,6 +82,7 @@ def _completing(torchs: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(timeout, timedelta):
             timeout = world.DEFAULT_TIMEOUT  # torch refuses what is wrong
         world.begin_world(None, start, timeout)
+        asked_backend.note(None if true_name(str(named)) == named else named)
 
     return init_process_group
 

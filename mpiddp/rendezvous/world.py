@@ -35,6 +35,7 @@ from mpiddp.rendezvous.mpi_world import (
 )
 from mpiddp.rendezvous.store import LazyStore, give_queues
 from mpiddp.system import cores
+from mpiddp.torch_internals.backend_names import BACKEND
 from mpiddp.torch_internals.versions import warn_of_newer_torch
 from mpiddp.watch.forming_group import FormingGroup, NamedWait
 
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from mpiddp.watch.loss_watch import LossWatch
     from mpiddp.watch.roll_call import RollCall
 
-BACKEND = "mpiddp"
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 

@@ -19,7 +19,7 @@ from torch.distributed import Backend
 import mpiddp_children
 from mpiddp import launchers, settings
 from mpiddp.mpi import communicators, nodes
-from mpiddp.rendezvous import absent, children, mpi_world, world
+from mpiddp.rendezvous import absent, children, mpi_world
 from mpiddp.runner import (
     agent_store,
     data_parallel,
@@ -34,6 +34,7 @@ from mpiddp.runner import (
 from mpiddp.runner.job_exit import JobExit
 from mpiddp.runner.program import Program
 from mpiddp.runner.started_ranks import StartedRanks
+from mpiddp.torch_internals import backend_names
 from mpiddp.version import __version__
 
 _DESCRIPTION = """\
@@ -137,7 +138,7 @@ def _make_parser(name: str = NAME) -> _Parser:
     parser.add_argument("--version", action="store_true", help="print the version and end")
     parser.add_argument(
         "--backend",
-        default=world.BACKEND,
+        default=backend_names.BACKEND,
         metavar="NAME",
         help="what init_process_group starts instead of nccl, gloo or torch's other backends "
         "(default: %(default)s); keep: what the script names",
@@ -197,6 +198,8 @@ def _parse(parser: _Parser, arguments: Sequence[str]) -> tuple[argparse.Namespac
         raise _UsageError(f"there is no file {rest[0]!r} on {socket.gethostname()}")
     if options.backend not in (torchrun.KEEP, *Backend.backend_list[1:]):
         raise _UsageError(f"there is no backend {options.backend!r}")
+    if backend_names.names_mpiddp(options.backend):
+        options.backend = backend_names.BACKEND  # "ccl"
     name, *following = rest or [""]
     return options, Program(kind, name, tuple(following))
 
@@ -231,18 +234,20 @@ def _replace(options: argparse.Namespace, program: Program, started: StartedRank
     if options.backend != torchrun.KEEP:
         torchrun.replace_backends(options.backend)
         replaced.append(f"torch's backends (nccl, gloo, none) by {options.backend}")
-    if not options.keep_ddp and options.backend in (torchrun.KEEP, world.BACKEND):
-        all_of_mpiddp = options.backend == world.BACKEND
+        if package := backend_names.installed_ccl():
+            replaced.append(f"ccl of {package}, which is installed, by {options.backend}")
+    if not options.keep_ddp and options.backend in (torchrun.KEEP, backend_names.BACKEND):
+        all_of_mpiddp = options.backend == backend_names.BACKEND
         torchrun.replace_ddp(derived=all_of_mpiddp)
         on = "" if all_of_mpiddp else " on groups of mpiddp"
         replaced.append(f"torch's DistributedDataParallel{on} by mpiddp's")
-    if options.backend == world.BACKEND and started.topology.world_size > 1:
+    if options.backend == backend_names.BACKEND and started.topology.world_size > 1:
         trained_alone.watch()
-    if options.backend == world.BACKEND:
+    if options.backend == backend_names.BACKEND:
         torchrun.replace_sync_batch_norm()
         stand_ins.install(started.topology.rank, started)
         agent_store.serve_on_demand(started.topology)
-    if options.backend == world.BACKEND and not options.keep_spawn:
+    if options.backend == backend_names.BACKEND and not options.keep_spawn:
         mpiddp_children.mark(started.topology.rank, started.topology.world_size)
         if started.topology.world_size > 1:
             launchers_inside.watch(program, started.topology.rank)

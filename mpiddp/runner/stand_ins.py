@@ -11,13 +11,15 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from mpiddp.runner import horovod_run
+from mpiddp.runner import horovod_run, torch_ccl
+from mpiddp.torch_internals.backend_names import CCL_MODULES
 
 if TYPE_CHECKING:
     from mpiddp.runner.started_ranks import StartedRanks
@@ -44,6 +46,7 @@ STAND_INS: Mapping[str, str] = {
     "horovod.torch.mpi_ops": "mpiddp.horovod.mpi_ops",
     "horovod.torch.optimizer": "mpiddp.horovod.optimizer",
     "horovod.torch.sync_batch_norm": "mpiddp.horovod.sync_batch_norm",
+    **dict.fromkeys(CCL_MODULES, "mpiddp.runner.torch_ccl"),
 }
 
 # What holds a part of the package only, so that libraries must not take it for the whole.
@@ -64,7 +67,7 @@ def install(rank: int, started: StartedRanks | None = None) -> None:
         sys.meta_path.append(_Finder(rank))
 
 
-class _Finder(MetaPathFinder):
+class _Finder(DistributionFinder):
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
@@ -73,9 +76,19 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in STAND_INS or (fullname in _PARTS_ONLY and _is_only_a_question()):
             return None
+        if fullname in CCL_MODULES:
+            if torch_ccl.is_asked_by_deepspeed():
+                return None
+            torch_ccl.tell_deepspeed()
         is_package = any(other.startswith(f"{fullname}.") for other in STAND_INS)
         loader = _Loader(self._rank)
         return ModuleSpec(fullname, loader, origin="mpiddp", is_package=is_package)
+
+    def find_distributions(
+        self, context: DistributionFinder.Context | None = None
+    ) -> Iterable[Distribution]:
+        """Return what `importlib.metadata` knows of a stand-in."""
+        return torch_ccl.distributions(None if context is None else context.name)
 
 
 class _Loader(Loader):
@@ -100,6 +113,8 @@ class _Loader(Loader):
         if name.startswith("horovod."):  # said by who uses it: many import it to see whether it is
             if "init" in ours.__all__:
                 module.__dict__["init"] = _say_first(ours.init)
+        elif name in CCL_MODULES:
+            _say(name, "mpiddp")
         elif "." in name:  # of a package, its parts are what counts
             _say(name, ours.__name__)
 

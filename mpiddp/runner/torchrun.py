@@ -24,9 +24,14 @@ from mpiddp.ddp.wrapper import DistributedDataParallel
 from mpiddp.mpi.nodes import Topology
 from mpiddp.process_group import asked_backend
 from mpiddp.rendezvous import world
-from mpiddp.rendezvous.patches import names_mpiddp
-from mpiddp.rendezvous.world import BACKEND
 from mpiddp.runner import launchers_inside, trained_alone
+from mpiddp.torch_internals.backend_names import (
+    BACKEND,
+    CCL,
+    ccl_is_anothers,
+    names_mpiddp,
+    names_of,
+)
 from mpiddp.torch_internals.patching import replace_function
 
 if TYPE_CHECKING:
@@ -45,8 +50,9 @@ __all__ = [
 # A choice of backend: the script's own.
 KEEP = "keep"
 
-# The backends of torch that a script may name, and whether this machine can run them.
+# The backends that a script may name, torch's and torch-ccl, and whether this machine can run them.
 _TORCHS: dict[str, Callable[[], bool]] = {
+    CCL: ccl_is_anothers,
     "gloo": dist.is_gloo_available,
     "mpi": dist.is_mpi_available,
     "nccl": lambda: dist.is_nccl_available() and torch.cuda.is_available(),
@@ -151,7 +157,7 @@ def replace_backends(backend: str) -> None:
             replaced = asked_backend.was_told(named) or (
                 named is not None
                 and _of_torch(named)
-                and not all(_TORCHS[name]() for name in _names(named))
+                and not all(_TORCHS[name]() for name in names_of(named))
             )
             if replaced:
                 given["backend"] = backend
@@ -296,13 +302,8 @@ def _on_mpiddp(signature: inspect.Signature, args: Any, kwargs: Any) -> bool:
     return isinstance(group, ProcessGroup | MPI.Comm)
 
 
-def _names(backend: str) -> list[str]:
-    """Return the backends in a string like "cpu:gloo,cuda:nccl"."""
-    return [part.rpartition(":")[2].strip() for part in backend.lower().split(",")]
-
-
 def _of_torch(backend: object) -> bool:
-    return isinstance(backend, str) and all(name in _TORCHS for name in _names(backend))
+    return isinstance(backend, str) and all(name in _TORCHS for name in names_of(backend))
 
 
 def _address(topology: Topology) -> tuple[str, int]:

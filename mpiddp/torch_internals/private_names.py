@@ -325,6 +325,9 @@ PRIVATE_NAMES = [
         since="2.15.0",
     ),
     *_names(
+        "torch.distributed.Backend.", "_plugins", "torch_internals/backend_names", "whose ccl is"
+    ),
+    *_names(
         "torch.distributed.distributed_c10d.",
         "_set_pg_timeout",
         "rendezvous/patches",
