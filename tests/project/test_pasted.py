@@ -53,6 +53,7 @@ OUTPUTS = {
     "torchrun.md": r"(?s)rank \d of 4 on gloo.*epoch 1: loss",
     "spawn.md": r"rank 1 of 2: loss",
     "torch-mpi.md": r"3 \[6.0, 6.0, 6.0\]",
+    "ccl.md": r"rank 3 of 4 on ccl: loss",
     "data-parallel.md": r"(?m)^2 \d+\.\d+$",
     "horovod.md": r"loss \d+\.\d+ on 4 ranks",
     "laptop.md": FALLS,
