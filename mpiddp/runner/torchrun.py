@@ -86,6 +86,8 @@ def set_environment(communicator: MPI.Intracomm, topology: Topology) -> str:
         "ROLE_NAME": "default",
         "ROLE_RANK": str(topology.rank),
         "ROLE_WORLD_SIZE": str(topology.world_size),
+        # Of DeepSpeed's own launcher: without it DeepSpeed's sums on CPUs crash.
+        "LOCAL_SIZE": str(topology.local_world_size),
         # Libraries read these to see that the processes have been started.
         "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_RESTART_COUNT": "0",

@@ -48,6 +48,8 @@ def compare(script: str, folder: Path, *cases: str, ranks: int = 2, timeout: flo
             assert done.returncode == 0
             continue
         # As start_on_gloo in support/script_runs.py says, the exit status says nothing here.
+        # DeepSpeed's own launcher sets it, and ours does.
+        env = env | {"LOCAL_SIZE": str(ranks)}
         for _ in range(3):
             done = mpirun.run_torchrun(ranks, command, timeout, env)
             said[backend] = read(done)
@@ -163,3 +165,15 @@ def test_deepspeed(tmp_path: Path, cases: str) -> None:
 def test_tensor_parallel(tmp_path: Path, ranks: int, cases: str) -> None:
     """Of torch, started by a mesh; FSDP2 with a checkpoint of parts; both; DDP over pairs."""
     compare("tensor_parallel.py", tmp_path, *cases.split(), ranks=ranks, timeout=180)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("library", "case"), [("transformers", "tp_plan"), ("deepspeed", "init_inference")]
+)
+def test_inference_with_a_divided_model(tmp_path: Path, library: str, case: str) -> None:
+    """A Llama of Transformers, divided by `tp_plan="auto"` and by DeepSpeed."""
+    needs("transformers")
+    needs(library)
+    compare("divided_llama.py", tmp_path, case, timeout=180)
