@@ -193,12 +193,12 @@ class Work(TorchWork):
             with self._lock:
                 if self._future is None:
                     self._future = self._untold = self._new_future()
+            for pending in self.pending:
+                pending.hand_over()  # which starts the engine's thread, if it is to have one
             if not self._group.engine.has_thread:
                 # Nobody would make progress on it while its waiter sleeps in C++.
                 self.wait_for_end()
             elif self._operation is not None:
-                for pending in self.pending:
-                    pending.hand_over()
                 self._group.completion.add(self)
             self._tell()
         return self._future

@@ -329,11 +329,14 @@ class TestAwaitedCallers:
     @pytest.mark.parametrize("late", [0, 1])
     def test_future_without_a_wait(self, late: int) -> None:
         """Nobody comes back for it."""
+        dist.barrier()
         tensor = torch.full((3,), float(rank()))
         if rank() == late:
-            time.sleep(0.05)
+            time.sleep(1)
+        began = time.monotonic()
         work: Any = dist.all_reduce(tensor, async_op=True)
         future = work.get_future()
+        assert time.monotonic() - began < 0.7  # it does not wait, either
         until = time.monotonic() + 20
         while not torch.futures.Future.done(future) and time.monotonic() < until:
             time.sleep(0.001)  # ours would move it along
