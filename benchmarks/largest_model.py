@@ -196,7 +196,10 @@ def run(name: str, depth: int) -> dict[str, Any]:
         if line.startswith('{"parameters"'):
             found: dict[str, Any] = json.loads(line)
             return found
-    raise RuntimeError(f"{name}, {depth} layers: {done.stdout[-1000:]}{done.stderr[-2000:]}")
+    # What ended first is said before what torchrun says of all ranks.
+    if "No module named" in done.stderr:
+        raise ModuleNotFoundError(f"{name}: not installed")
+    raise RuntimeError(f"{name}, {depth} layers: {done.stdout[-1000:]}{done.stderr[-9000:]}")
 
 
 def find_largest(name: str, limit: float) -> dict[str, Any]:
@@ -232,10 +235,8 @@ def main() -> None:
     for name in options.names or WAYS:
         try:
             found.append(find_largest(name, limit))
-        except RuntimeError as error:
-            if "No module named" not in str(error):
-                raise
-            print(f"{name}: not installed", flush=True)
+        except ModuleNotFoundError as error:
+            print(error, flush=True)
             continue
         print(found[-1], flush=True)
     depth = min(each["layers"] for each in found)

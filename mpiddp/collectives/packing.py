@@ -67,7 +67,8 @@ def write_back(dense: torch.Tensor, tensor: torch.Tensor) -> None:
 
 def bytes_of(dense: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor as bytes."""
-    return dense.detach().reshape(-1).view(torch.uint8)
+    # One element is contiguous with any stride, and torch views it as bytes only with stride 1.
+    return dense.detach().as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def sizes_in_bytes(tensors: Sequence[torch.Tensor]) -> list[int]:

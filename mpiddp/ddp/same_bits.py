@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpiddp import settings
+from mpiddp.collectives import packing
 from mpiddp.reducer import model_check
 
 if TYPE_CHECKING:
@@ -63,5 +64,5 @@ def word_for(value: Any) -> str:
     """Return a word for a tensor's bits, or another value. Not collective."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = packing.bytes_of(value.detach().contiguous())
     return hashlib.blake2b(flat.cpu().numpy().data, digest_size=8).hexdigest()

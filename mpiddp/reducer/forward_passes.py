@@ -156,7 +156,9 @@ def _digest(parameters: Sequence[torch.Tensor]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for parameter in parameters:
         plain = parameter.detach().cpu().contiguous().resolve_conj().resolve_neg()
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+        # Not by reshape: one element that is contiguous may have any stride.
+        flat = plain.as_strided((plain.numel(),), (1,))
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.digest()
 
 

@@ -41,6 +41,16 @@ def test_a_rank_that_goes_astray(monkeypatch: pytest.MonkeyPatch, every: int) ->
         assert "0.weight" not in str(caught.value)
 
 
+def test_one_element_of_any_stride(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPIDDP_DEBUG", "1")
+    module = torch.nn.Linear(30, 1)
+    module.bias = torch.nn.Parameter(torch.zeros(1, 2)[:, 0])
+    assert module.bias.stride() == (2,)
+    model = DDP(module)
+    with together():
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def test_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDDP_DEBUG", "0")
     model = DDP(torch.nn.Linear(30, 5), init_sync=False)
