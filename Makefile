@@ -88,6 +88,7 @@ help:
 	@echo 'make bench-collectives  each collective beside Gloo and MPI, 10 minutes (ARGS=--quick: 1.5)'
 	@echo 'make bench-start  from the launcher to the first step, beside torchrun with Gloo, 2 minutes'
 	@echo 'make bench-optimizer  whole steps with the optimizer, one step a node beside one a rank, 10 minutes'
+	@echo 'make bench-divided  tensor parallel and FSDP2, beside Gloo, 3 minutes'
 	@echo 'make bench-largest  the largest model that 4 ranks can train within some memory, 20 minutes'
 	@echo 'make train-billion  a decoder of a billion parameters on 4 ranks, in 20 GiB'
 	@echo 'make clean    remove what was built; the environments stay'
@@ -144,7 +145,7 @@ test-gpu:
 # Results lie in build/, like all that is made; benchmarks/README.md says how some are kept.
 BENCH := $(BIN)/python benchmarks/run.py
 
-.PHONY: bench bench-quick bench-16 bench-collectives bench-hosts bench-largest bench-optimizer bench-start
+.PHONY: bench bench-quick bench-16 bench-collectives bench-divided bench-hosts bench-largest bench-optimizer bench-start
 bench: $(PLOTTING)
 	$(BENCH) --output build/bench/$(MPI) $(ARGS)
 
@@ -159,6 +160,10 @@ bench-collectives: $(INSTALLED)
 
 bench-optimizer: $(INSTALLED)
 	$(BENCH) --optimizer --output build/bench-optimizer/$(MPI) $(ARGS)
+
+bench-divided: $(INSTALLED)
+	mkdir -p build/bench-divided
+	$(BIN)/mpirun -n 2 $(BIN)/python benchmarks/divided.py --json build/bench-divided/$(MPI).json $(ARGS)
 
 bench-largest: $(INSTALLED)
 	$(BIN)/python benchmarks/largest_model.py --json build/bench-largest/largest-$(MPI).json $(ARGS)

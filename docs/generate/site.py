@@ -43,6 +43,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "readme-table": step_tables.readme,
     "collectives": collective_tables.tables,
     "overlap": collective_tables.overlap,
+    "divided": collective_tables.divided,
     "optimizers": optimizer_tables.optimizers,
     "largest-model": optimizer_tables.largest_model,
     "faults": fault_tables.faults,

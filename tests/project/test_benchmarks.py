@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -103,6 +104,20 @@ def test_overlap_is_measured(tmp_path: Path) -> None:
     (record,) = written["overlap"]
     assert all(len(part) == 3 for parts in record["seconds"].values() for part in parts.values())
     assert "both / sum" in printed
+
+
+@pytest.mark.slow
+def test_divided_models_are_measured(tmp_path: Path) -> None:
+    arguments = ["--seconds", 2, "decoding, 1 token"]
+    printed, written = measure("divided.py", 2, tmp_path / "results.json", *arguments)
+    (record,) = written["divided"]
+    names = importlib.import_module("names")
+    assert set(record["seconds"]) == {names.OURS, names.GLOO_GROUP, "fake"}
+    assert len({len(samples) for samples in record["seconds"].values()}) == 1
+    # Each has a communicator of its own: Gloo's all-reduces take time, and those on fake none.
+    middle = {name: statistics.median(of) for name, of in record["seconds"].items()}
+    assert middle["fake"] < middle[names.GLOO_GROUP], printed
+    assert "decoding, 1 token" in printed
 
 
 def test_goals_of_collectives_name_what_is_missed() -> None:
