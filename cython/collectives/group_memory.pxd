@@ -13,6 +13,7 @@ cdef class GroupMemory:
     cdef MemoryState state
     cdef Mapping mapping
     cdef Engine engine
+    cdef object requests        # kept: `state` has its address
     cdef Channel channel        # None until something is submitted
     cdef list under_way         # what the engine moves along
     cdef MemoryPending awaited  # its caller moves it along, None if nothing is left so

@@ -2,7 +2,7 @@ from collections.abc import Sequence
 
 from mpi4py import MPI
 
-from mpiddp.engine.engine import Engine
+from mpiddp.engine.requests import Requests
 
 GROUPS: int
 NO_ELEMENT: int
@@ -10,9 +10,7 @@ NO_ELEMENT: int
 class NodeMemory:
     ranks: int
     def __init__(self, node: MPI.Comm) -> None: ...
-    def of_group(
-        self, index: int, ranks: int, rank: int, engine: Engine, crowded: bool
-    ) -> GroupMemory: ...
+    def of_group(self, index: int, ranks: int, rank: int, requests: Requests) -> GroupMemory: ...
 
 class GroupMemory:
     at_once: bool

@@ -57,6 +57,12 @@ cdef void sleep(Transport *transport, unsigned int ticket, double seconds) noexc
     sleep_on((<MemoryState *>transport).bell, ticket, seconds)
 
 
+cdef void finished(Transport *transport) noexcept nogil:
+    """Wake the threads that watch what nobody waits for, as the end of a request does."""
+    cdef Transport *requests = (<MemoryState *>transport).requests
+    requests.finished(requests)
+
+
 cdef class NodeMemory:
     """Room for the groups of a node.
 
@@ -77,32 +83,34 @@ cdef class NodeMemory:
         # No tensor lies there: forked children need none of it.
         self.mapping.segment.given_out = False
 
-    def of_group(self, Py_ssize_t index, Py_ssize_t ranks, Py_ssize_t rank, engine, bint crowded):
+    def of_group(self, Py_ssize_t index, Py_ssize_t ranks, Py_ssize_t rank, requests):
         """Return what a group has of it. Not collective.
 
         Args:
             index: of the group, the same on all its ranks and on no other group's; below `GROUPS`.
             ranks: how many the group has, all of this node.
             rank: this one, in the group.
-            engine: of the process.
-            crowded: there are more ranks than cores.
+            requests: those of the process, and its engine.
         """
         cdef GroupMemory group = GroupMemory.__new__(GroupMemory)
         assert 0 <= index < GROUPS and 0 <= rank < ranks <= self.ranks
         group.mapping = self.mapping
-        group.engine = engine
+        group.engine = requests.engine
+        group.requests = requests
         group.under_way = []
         group.state.regions = self.mapping.address + <size_t>(index * self.ranks) * REGION_BYTES
         group.state.bell = <Bell *>(group.state.regions + HEAD_BYTES - sizeof(Bell))
         group.state.ranks = ranks
         group.state.rank = rank
+        group.state.requests = <Transport *><size_t>requests.address
         group.state.transport.advance = advance
+        group.state.transport.finished = finished
         group.state.transport.take_ticket = take_ticket
         group.state.transport.sleep = sleep
         group.state.transport.call = "the wait in the node's memory"
         group.state.transport.quiet = True
         group.state.transport.wants_thread = True
-        group.state.transport.crowded = crowded
+        group.state.transport.crowded = requests.crowded
         return group
 
 

@@ -47,6 +47,7 @@ cdef struct MemoryState:
     uint32_t round          # the last that this rank has begun
     uint32_t reached        # a round that all ranks have begun
     MemoryJob *current      # the one that is under way
+    Transport *requests     # told when one that the engine moves has ended: futures wait there
     int given_up            # the group is broken or gone: touch nothing any more
 
 

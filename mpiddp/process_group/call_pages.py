@@ -18,7 +18,7 @@ from mpiddp.transports.shared_memory import allocate_common
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mpiddp.engine.engine import Engine
+    from mpiddp.engine.requests import Requests
     from mpiddp.process_group.group_state import GroupState
 
 __all__ = ["make_call_table", "share_page"]
@@ -32,12 +32,8 @@ class NewGroup(BlockGroup, Protocol):
         """Whether it can go on."""
 
     @property
-    def engine(self) -> Engine:
-        """That of the process."""
-
-    @property
-    def crowded(self) -> bool:
-        """Whether the node has more ranks than cores."""
+    def requests(self) -> Requests:
+        """Those of the process."""
 
 
 def make_call_table(world: MPI.Intracomm) -> CallTable | None:
@@ -97,9 +93,7 @@ def share_page(
         group.state.all_here = len(here) == len(ranks)
         if group.state.all_here and table.memory is not None:
             own = communicator.Get_rank()
-            group.state.memory = table.memory.of_group(
-                indices[0], len(ranks), own, group.engine, group.crowded
-            )
+            group.state.memory = table.memory.of_group(indices[0], len(ranks), own, group.requests)
             direct_calls.install(group)
     if not group.state.all_here:
         group.state.blocks = CallBlocks(group, communicators.note(communicator.Dup()))

@@ -91,7 +91,7 @@ class OperationRunner(OperationErrors):
         self.source = sources.add(sources.Source("", range(self.size())))
         self._messages = sources.Messages(self.source, self._rank)
         self.modules = WrappedModules(self.source)
-        self._requests = requests
+        self.requests = requests
         # MPI wants one thread at a time to start operations on a communicator.
         self.starting = threading.Lock()
         # Records whose calls of MPI wait without a limit: the watchdog ends the job instead.
@@ -191,7 +191,7 @@ class OperationRunner(OperationErrors):
 
     def pending(self, request: Any, call: str, *memory: object) -> Pending:
         """Return what an operation yields for a request that `call` of MPI made; see `Pending`."""
-        return Pending(self._requests, request, self._communicator, call, memory)
+        return Pending(self.requests, request, self._communicator, call, memory)
 
     def wait_for(self, request: MPI.Request, call: str, name: str, *memory: torch.Tensor) -> None:
         """Wait for what the MPI function `call` began, as a part of the operation `name`.

@@ -329,3 +329,20 @@ class TestCoalescing:
         tensors = [torch.ones(3), torch.ones(3, dtype=torch.int64)]
         group().allreduce_coalesced(tensors).wait()
         assert tensors[0].tolist() == tensors[1].tolist() == [size()] * 3
+
+
+@pytest.mark.parametrize("count", [4, 100_000, 3_000_000])
+@pytest.mark.parametrize("late", [0.0, 0.05])
+def test_a_future_that_waits_in_c_ends_with_its_collective(count: int, late: float) -> None:
+    """The reducer of torch waits so: nobody in Python drives the operation along."""
+    began = time.monotonic()
+    for _ in range(5):
+        dist.barrier()
+        if rank() == size() - 1:
+            time.sleep(late)
+        work = dist.all_reduce(torch.ones(count), async_op=True)
+        assert work is not None
+        (total,) = torch.futures.Future.wait(work.get_future())
+        assert total[0] == size()
+    # Half a second each, if it ended only when a thread looks at the clock.
+    assert time.monotonic() - began < 1.5
