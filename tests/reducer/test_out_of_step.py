@@ -65,6 +65,16 @@ def test_forward_without_backward(dtype, views):
     loss_of(wrapped, draw(dtype)).backward()
 
 
+def test_a_parameter_of_one_element_with_a_stride(views):
+    """The error compares all parameters; torch views this one as bytes only after a copy."""
+    model = mlp(3, 4, 1)
+    *_, last = (each for each in model.modules() if isinstance(each, nn.Linear))
+    last.bias = nn.Parameter(torch.zeros(1, 2, dtype=torch.float64)[:, 0])
+    wrapped = DDP(model, gradient_as_bucket_view=views)
+    loss_of(wrapped, draw()).backward()
+    assert_told(error_of(lambda: leave_one_out(wrapped, draw())), 1, 3)
+
+
 @pytest.mark.essential(keep=1)
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later"])
 def test_exception_of_forward_that_is_caught(first, views):
