@@ -59,6 +59,17 @@ def test_layouts() -> None:
         assert_same_bits(part, make(torch.float32, source, 8)[::2])
 
 
+def test_one_element_of_any_stride() -> None:
+    """It is contiguous, as nothing is, yet torch views it as bytes only if its stride is one."""
+    last = size() - 1
+    sent = [int(rank() == 0 and to == last) for to in range(size())]
+    received = [int(rank() == last and source == 0) for source in range(size())]
+    tensor = torch.full((sum(sent), 2), 7.0)[:, 0]
+    output = torch.zeros(sum(received), 2)[:, 0]
+    dist.all_to_all_single(output, tensor, received, sent)
+    assert output.tolist() == [7.0] * sum(received)
+
+
 def test_nothing() -> None:
     output = torch.empty(0, 3)
     dist.all_to_all_single(output, torch.empty(0, 3))
