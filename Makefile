@@ -86,6 +86,7 @@ help:
 	@echo 'make bench    measure beside the alternatives (about 10 minutes, on a machine at rest)'
 	@echo 'make bench-quick  the same in 4 minutes; bench-16: 16 ranks; bench-hosts: between hosts'
 	@echo 'make bench-collectives  each collective beside Gloo and MPI, 10 minutes (ARGS=--quick: 1.5)'
+	@echo 'make bench-collectives-hosts  the large ones between hosts, 2 minutes'
 	@echo 'make bench-start  from the launcher to the first step, beside torchrun with Gloo, 2 minutes'
 	@echo 'make bench-optimizer  whole steps with the optimizer, one step a node beside one a rank, 10 minutes'
 	@echo 'make bench-divided  tensor parallel and FSDP2, beside Gloo, 3 minutes'
@@ -145,7 +146,7 @@ test-gpu:
 # Results lie in build/, like all that is made; benchmarks/README.md says how some are kept.
 BENCH := $(BIN)/python benchmarks/run.py
 
-.PHONY: bench bench-quick bench-16 bench-collectives bench-divided bench-hosts bench-largest bench-optimizer bench-start
+.PHONY: bench bench-quick bench-16 bench-collectives bench-collectives-hosts bench-divided bench-hosts bench-largest bench-optimizer bench-start
 bench: $(PLOTTING)
 	$(BENCH) --output build/bench/$(MPI) $(ARGS)
 
@@ -157,6 +158,11 @@ bench-16: $(INSTALLED)
 
 bench-collectives: $(INSTALLED)
 	$(BENCH) --collectives --output build/bench-collectives/$(MPI) $(ARGS)
+
+bench-collectives-hosts: $(INSTALLED)
+	mkdir -p build/bench-collectives-hosts
+	$(BIN)/python benchmarks/collectives_on_hosts.py \
+		--json build/bench-collectives-hosts/$(MPI).json $(ARGS)
 
 bench-optimizer: $(INSTALLED)
 	$(BENCH) --optimizer --output build/bench-optimizer/$(MPI) $(ARGS)

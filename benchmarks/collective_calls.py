@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
-from names import BARE, BLOCKING, GLOO_GROUP, OURS
+from names import BARE, BLOCKING
 
 Call = Callable[[], object]
 
@@ -44,8 +44,8 @@ class Case:
 
     def through_torch(self, call: Callable[[Any], object], groups: dict[str, Any]) -> None:
         """Add the candidates that go through torch.distributed."""
-        for name in (OURS, GLOO_GROUP):
-            self.calls[name] = lambda group=groups[name]: call(group)  # type: ignore[misc]
+        for name, group in groups.items():
+            self.calls[name] = lambda group=group: call(group)  # type: ignore[misc]
 
     def through_mpi(self, start: Callable[[], MPI.Request], blocking: Call) -> None:
         """Add MPI's nonblocking call and its blocking one."""
@@ -231,15 +231,14 @@ def _send_recv(size: Sizes, groups: dict[str, Any]) -> Case:
     case = Case([tensor], [tensor])
     comm, memory, other = size.comm, tensor.numpy(), size.rank ^ 1
     if other >= size.ranks:
-        case.calls = dict.fromkeys((OURS, GLOO_GROUP, BARE, BLOCKING), lambda: None)
+        case.calls = dict.fromkeys((*groups, BARE, BLOCKING), lambda: None)
         return case
 
     def back_and_forth(send: Call, receive: Call) -> Call:
         first, second = (send, receive) if size.rank < other else (receive, send)
         return lambda: (first(), second())
 
-    for name in (OURS, GLOO_GROUP):
-        group = groups[name]
+    for name, group in groups.items():
         case.calls[name] = back_and_forth(
             lambda group=group: dist.send(tensor, other, group=group),  # type: ignore[misc]
             lambda group=group: dist.recv(tensor, other, group=group),  # type: ignore[misc]

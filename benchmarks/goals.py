@@ -16,6 +16,7 @@ from names import (
     LIMIT,
     LIMIT_ALONE,
     LIMIT_IN_PLACE,
+    MESSAGES,
     ONE_EACH,
     OUR_BACKEND,
     OURS,
@@ -121,6 +122,13 @@ def _beside_gloo(record: Record) -> Row:
     return title, GLOO_GROUP, COLLECTIVE_GLOO, ratio(seconds[OURS], seconds[GLOO_GROUP])
 
 
+def _beside_messages(record: Record) -> Row:
+    """Return whether the table of ways is right: whether MPI alone would not be faster."""
+    title = f"{record['collective']}, {record['bytes']} bytes, {record['ranks']} ranks"
+    seconds = record["seconds"]
+    return title, MESSAGES, COLLECTIVE_RATIO, ratio(seconds[OURS], seconds[MESSAGES])
+
+
 def _collective_rows(records: list[Record]) -> Iterator[Row]:
     """Yield for each collective and number of ranks the sizes that do worst."""
     cells: dict[tuple[str, int], list[Record]] = {}
@@ -163,7 +171,10 @@ def _optimizer_rows(results: Record) -> Iterator[Row]:
 def collective_verdict(record: Record) -> str:
     """Return which goals a collective misses, with a `?` where the spread does not say."""
     missed = []
-    for name, row in (("bare", _beside_bare(record)), ("Gloo", _beside_gloo(record))):
+    rows = [("bare", _beside_bare(record)), ("Gloo", _beside_gloo(record))]
+    if MESSAGES in record["seconds"]:
+        rows.append((MESSAGES, _beside_messages(record)))
+    for name, row in rows:
         verdict = _verdict(row)
         if verdict in ("no", "within the spread"):
             missed.append(name if verdict == "no" else f"{name}?")

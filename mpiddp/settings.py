@@ -200,8 +200,8 @@ COLLECTIVES = Setting(
     "MPIDDP_COLLECTIVES",
     "memory or messages",
     "memory",
-    "How the operations of a process group travel whose ranks are all on one node: in memory that "
-    "they share, or by messages of MPI, as between nodes.",
+    "How the operations of a process group travel: in memory that its ranks of a node share, where "
+    "that is faster, or all by MPI's calls and messages.",
     True,
     _one_of("memory", "messages"),
     "memory",

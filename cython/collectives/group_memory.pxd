@@ -4,6 +4,10 @@ from mpiddp.engine.interface cimport Job
 from mpiddp.transports.shared_memory cimport Mapping
 
 
+cdef char **addresses_of(addresses, size_t ranks) except NULL
+cdef void clear_regions(char *regions, size_t ranks) noexcept
+
+
 cdef class NodeMemory:
     cdef Mapping mapping
     cdef readonly Py_ssize_t ranks
@@ -24,7 +28,6 @@ cdef class GroupMemory:
     cdef int submit(self, MemoryPending pending) except -1
     cdef int settle(self) except -1
     cdef void let_drive(self)
-    cdef char **_addresses(self, addresses) except NULL
     cdef MemoryPending start(self, MemoryPending pending, object memory)
 
 

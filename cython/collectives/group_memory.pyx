@@ -63,6 +63,25 @@ cdef void finished(Transport *transport) noexcept nogil:
     requests.finished(requests)
 
 
+cdef char **addresses_of(addresses, size_t ranks) except NULL:
+    """Return an array of one address for each rank, to be freed."""
+    cdef char **result
+    cdef size_t rank
+    assert <size_t>len(addresses) == ranks
+    result = <char **>calloc(ranks, sizeof(char *))
+    if result == NULL:
+        raise MemoryError
+    for rank in range(ranks):
+        result[rank] = <char *><size_t>addresses[rank]
+    return result
+
+
+cdef void clear_regions(char *regions, size_t ranks) noexcept:
+    """Leave a group's part of the memory as it was before any group used it."""
+    if madvise(regions, ranks * REGION_BYTES, MADV_REMOVE):
+        memset(regions, 0, ranks * REGION_BYTES)
+
+
 cdef class NodeMemory:
     """Room for the groups of a node.
 
@@ -172,7 +191,7 @@ cdef class GroupMemory:
         pending.job_state.kind = REDUCE_PARTS
         pending.job_state.target = <char *>target
         pending.job_state.size = size
-        pending.job_state.sources = self._addresses(sources)
+        pending.job_state.sources = addresses_of(sources, self.state.ranks)
         self._reduces(pending, element, way, divisor)
         return self.start(pending, memory)
 
@@ -189,7 +208,7 @@ cdef class GroupMemory:
         pending.job_state.kind = GATHER_ALL
         pending.job_state.source = <char *>source
         pending.job_state.size = size
-        pending.job_state.targets = self._addresses(targets)
+        pending.job_state.targets = addresses_of(targets, self.state.ranks)
         return self.start(pending, memory)
 
     def spread(self, size_t address, size_t size, int root, memory):
@@ -206,8 +225,8 @@ cdef class GroupMemory:
         cdef MemoryPending pending = MemoryPending.__new__(MemoryPending)
         pending.job_state.kind = EXCHANGE
         pending.job_state.size = size
-        pending.job_state.sources = self._addresses(sources)
-        pending.job_state.targets = self._addresses(targets)
+        pending.job_state.sources = addresses_of(sources, self.state.ranks)
+        pending.job_state.targets = addresses_of(targets, self.state.ranks)
         return self.start(pending, memory)
 
     def trade(self, sources, targets, sizes, memory):
@@ -223,8 +242,8 @@ cdef class GroupMemory:
         cdef Py_ssize_t number
         assert len(sizes) == 2 * self.state.ranks
         pending.job_state.kind = TRADE
-        pending.job_state.sources = self._addresses(sources)
-        pending.job_state.targets = self._addresses(targets)
+        pending.job_state.sources = addresses_of(sources, self.state.ranks)
+        pending.job_state.targets = addresses_of(targets, self.state.ranks)
         pending.job_state.sizes = <size_t *>calloc(len(sizes), sizeof(size_t))
         if pending.job_state.sizes == NULL:
             raise MemoryError
@@ -237,17 +256,6 @@ cdef class GroupMemory:
         pending.job_state.element = element
         pending.job_state.way = way if element == NO_ELEMENT else 0
         pending.job_state.job.divisor = divisor
-
-    cdef char **_addresses(self, addresses) except NULL:
-        cdef char **result
-        cdef Py_ssize_t rank
-        assert len(addresses) == self.state.ranks
-        result = <char **>calloc(self.state.ranks, sizeof(char *))
-        if result == NULL:
-            raise MemoryError
-        for rank in range(self.state.ranks):
-            result[rank] = <char *><size_t>addresses[rank]
-        return result
 
     cdef MemoryPending start(self, MemoryPending pending, object memory):
         cdef bint first
@@ -326,9 +334,7 @@ cdef class GroupMemory:
 
     def clear(self):
         """Leave the memory as it was before any group used it. By one rank, the last to close."""
-        cdef size_t size = <size_t>self.state.ranks * REGION_BYTES
-        if madvise(self.state.regions, size, MADV_REMOVE):
-            memset(self.state.regions, 0, size)
+        clear_regions(self.state.regions, self.state.ranks)
 
 
 cdef class MemoryPending:

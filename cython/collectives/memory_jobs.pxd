@@ -10,8 +10,11 @@ from mpiddp.transports.shared_buckets cimport CACHE_LINE
 cdef enum:
     HEAD_BYTES = 4096
     HALF_BYTES = 1 << 19
-    # What one rank of a group has: its line, and room for what it shows in two rounds.
-    REGION_BYTES = HEAD_BYTES + 2 * HALF_BYTES
+    # A rank's line, and room for what it shows in two rounds.
+    STREAM_BYTES = HEAD_BYTES + 2 * HALF_BYTES
+    # How many of these a rank of a group has: lanes work on several pieces at a time.
+    STREAMS = 2
+    REGION_BYTES = STREAMS * STREAM_BYTES
     MOST_RANKS = 1024
 
 
@@ -70,3 +73,16 @@ cdef struct MemoryJob:
 
 cdef Advance advance(Transport *transport, Job *job, int helping) noexcept nogil
 cdef bint has_shown_all(MemoryState *state, MemoryJob *job) noexcept nogil
+
+# For lane_jobs.pyx, which goes on between nodes with what the ranks of a node have reduced.
+cdef char *half(MemoryState *state, uint32_t rank, uint32_t round) noexcept nogil
+cdef int has_begun(MemoryState *state, uint32_t rank, uint32_t round) noexcept nogil
+cdef int all_have_begun(MemoryState *state, uint32_t round) noexcept nogil
+cdef void begin_round(MemoryState *state) noexcept nogil
+cdef void show(char *place, const char *data, size_t size) noexcept nogil
+cdef size_t slice_bytes(MemoryState *state, size_t size) noexcept nogil
+cdef void show_slices(MemoryState *state, char *place, const char *data, size_t size) noexcept nogil
+cdef void reduce(
+    MemoryState *state, MemoryJob *job, char *out, const char *own, size_t offset, size_t size,
+) noexcept nogil
+cdef void collect(MemoryState *state, char *target, size_t size) noexcept nogil

@@ -56,7 +56,7 @@ cdef inline char *region(MemoryState *state, uint32_t rank) noexcept nogil:
     return state.regions + <size_t>rank * REGION_BYTES
 
 
-cdef inline char *half(MemoryState *state, uint32_t rank, uint32_t round) noexcept nogil:
+cdef char *half(MemoryState *state, uint32_t rank, uint32_t round) noexcept nogil:
     return region(state, rank) + HEAD_BYTES + (round & 1) * HALF_BYTES
 
 
@@ -64,7 +64,7 @@ cdef inline int reached(uint32_t round, uint32_t target) noexcept nogil:
     return <int32_t>(round - target) >= 0
 
 
-cdef inline int has_begun(MemoryState *state, uint32_t rank, uint32_t round) noexcept nogil:
+cdef int has_begun(MemoryState *state, uint32_t rank, uint32_t round) noexcept nogil:
     return reached(load32(&(<Line *>region(state, rank)).round), round)
 
 
@@ -105,7 +105,7 @@ cdef size_t bytes_of_round(MemoryState *state, MemoryJob *job) noexcept nogil:
     return min(most, job.size - job.at)
 
 
-cdef inline void show(char *place, const char *data, size_t size) noexcept nogil:
+cdef void show(char *place, const char *data, size_t size) noexcept nogil:
     """Copy what others are to read."""
     if size < PAST_CACHE_BYTES:
         memcpy(place, data, size)
@@ -117,7 +117,7 @@ cdef inline int is_sliced(MemoryJob *job, size_t size) noexcept nogil:
     return job.kind == REDUCE_ALL and size >= SLICED_BYTES
 
 
-cdef inline size_t slice_bytes(MemoryState *state, size_t size) noexcept nogil:
+cdef size_t slice_bytes(MemoryState *state, size_t size) noexcept nogil:
     """How many bytes of a round each rank reduces, the last ones fewer."""
     return (size // state.ranks // CACHE_LINE + 1) * CACHE_LINE
 
@@ -152,9 +152,22 @@ cdef void receive(MemoryState *state, MemoryJob *job) noexcept nogil:
             )
 
 
+cdef void show_slices(
+    MemoryState *state, char *place, const char *data, size_t size
+) noexcept nogil:
+    """Show the others the slices that they reduce."""
+    cdef size_t each = slice_bytes(state, size)
+    cdef size_t first
+    cdef uint32_t rank
+    for rank in range(state.ranks):
+        first = min(each * rank, size)
+        if rank != state.rank:
+            show(place + first, data + first, min(each, size - first))
+
+
 cdef void fill(MemoryState *state, MemoryJob *job, size_t size) noexcept nogil:
     cdef char *place = half(state, state.rank, state.round + 1)
-    cdef size_t each, first, part = part_bytes(state)
+    cdef size_t part = part_bytes(state)
     cdef uint32_t rank
     if job.kind == TRADE:
         offer(state, job, place)
@@ -166,11 +179,7 @@ cdef void fill(MemoryState *state, MemoryJob *job, size_t size) noexcept nogil:
             if rank != state.rank:
                 show(place + rank * part, job.sources[rank] + job.at, size)
     elif is_sliced(job, size):
-        each = slice_bytes(state, size)
-        for rank in range(state.ranks):
-            first = min(each * rank, size)
-            if rank != state.rank:
-                show(place + first, job.source + job.at + first, min(each, size - first))
+        show_slices(state, place, job.source + job.at, size)
     elif job.kind != SPREAD or state.rank == job.root:
         show(place, job.source + job.at, size)
 
@@ -258,7 +267,8 @@ cdef int take(MemoryState *state, MemoryJob *job, size_t size) noexcept nogil:
     return 1
 
 
-cdef void collect(MemoryState *state, MemoryJob *job, size_t size) noexcept nogil:
+cdef void collect(MemoryState *state, char *target, size_t size) noexcept nogil:
+    """Take the slices that the others have reduced."""
     cdef size_t each = slice_bytes(state, size)
     cdef size_t first
     cdef uint32_t rank
@@ -266,8 +276,7 @@ cdef void collect(MemoryState *state, MemoryJob *job, size_t size) noexcept nogi
         first = min(each * rank, size)
         if rank != state.rank:
             memcpy(
-                job.target + job.at + first, half(state, rank, state.round) + first,
-                min(each, size - first),
+                target + first, half(state, rank, state.round) + first, min(each, size - first)
             )
 
 
@@ -329,7 +338,7 @@ cdef Advance advance(Transport *transport, Job *job_, int helping) noexcept nogi
         if job.phase == TAKE:
             whole = take(state, job, size)
         else:
-            collect(state, job, size)
+            collect(state, job.target + job.at, size)
         if not whole:
             begin_round(state)
             job.phase = COLLECT

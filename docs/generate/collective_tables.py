@@ -10,10 +10,12 @@ from benchmark_results import MPIS, describe, load, markdown, show_bytes
 from divided_steps import FAKE, added_to
 from goals import LARGE
 from measuring import Record, Samples, quartiles, ratio, show_ratio
-from names import BARE, GLOO_GROUP, OURS
+from names import BARE, BLOCKING, GLOO_GROUP, MESSAGES, OURS
 
 # A collective, a size and a number of ranks.
 Cell = tuple[str, int, int]
+
+_HOSTS_HEAD = ("mpiddp ms", "over MPI's calls", "over MPI's blocking call", "over Gloo")
 
 
 def tables() -> str:
@@ -78,6 +80,48 @@ def _beside_gloo(cells: Mapping[str, Mapping[Cell, Record]]) -> str:
         f"\nOver all {len(shares)} cells the median of mpiddp's time over Gloo's is "
         f"{statistics.median(shares):.2f}. In {slower} of them mpiddp is slower.\n"
     )
+
+
+def ways() -> str:
+    """Return where MPI's calls and messages are faster than the way that the table chooses."""
+    rows = [["", "cells", "mpiddp over messages (median)", "messages are faster by over 10 %"]]
+    for name, mpi in MPIS.items():
+        records = load(f"collectives-{name}")["collectives"]
+        for ranks in sorted({record["ranks"] for record in records}):
+            shares = {
+                f"{record['collective']} {show_bytes(record['bytes'])}".strip(): value
+                for record in records
+                if record["ranks"] == ranks
+                and MESSAGES in record["seconds"]
+                and (value := ratio(record["seconds"][OURS], record["seconds"][MESSAGES]))
+            }
+            if shares:
+                middle = statistics.median(share[0] for share in shares.values())
+                worse = [
+                    f"{cell} {share[0]:.2f}" for cell, share in shares.items() if share[1] > 1.1
+                ]
+                row = [str(len(shares)), f"{middle:.2f}", ", ".join(worse) or "none"]
+                rows.append([f"{mpi}, {ranks} ranks", *row])
+    return markdown(rows)
+
+
+def between_hosts() -> str:
+    """Return a table of collectives on several hosts, for each MPI."""
+    parts = []
+    for name, mpi in MPIS.items():
+        results = load(f"collectives-hosts-{name}")
+        rows = [[mpi, "size", *_HOSTS_HEAD]]
+        for setup in results["between_hosts"]:
+            for record in setup["collectives"]:
+                seconds = record["seconds"]
+                where = f"{setup['hosts']} x {setup['ranks_each']}, {setup['rate']}"
+                rows.append(
+                    [f"{record['collective']}, {where}", show_bytes(record["bytes"])]
+                    + [f"{1e3 * statistics.median(seconds[OURS]):.1f}"]
+                    + [_share(other, record) for other in (MESSAGES, BLOCKING, GLOO_GROUP)]
+                )
+        parts += [markdown(rows), describe(results, f"collectives-hosts-{name}")]
+    return "\n\n".join(parts)
 
 
 def overlap() -> str:

@@ -42,6 +42,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "segments": step_tables.segments,
     "readme-table": step_tables.readme,
     "collectives": collective_tables.tables,
+    "ways": collective_tables.ways,
+    "collectives-hosts": collective_tables.between_hosts,
     "overlap": collective_tables.overlap,
     "divided": collective_tables.divided,
     "optimizers": optimizer_tables.optimizers,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mpiddp.collectives.operation import Group, Operation
     from mpiddp.mpi.datatypes import ReductionRule
 
-__all__ = ["WAYS"]
+__all__ = ["WAYS", "own_part"]
 
 # Compared as numbers: comparing torch's enums takes microseconds.
 _SUM_AND_AVG = [int(cast(Any, kind)) for kind in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)]
@@ -119,11 +119,9 @@ def _all_reduce_together(
     by = _reduction(tensors[0].dtype, op)
     if by is None:
         return (yield from reductions.all_reduce_together(group, tensors, op))
-    flat = torch.cat([packing.dense(tensor).detach().view(-1) for tensor in tensors])
+    flat = reductions.flattened(tensors)
     yield from _reduced(group, flat, by, op, -1)
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        packing.write_back(part.view(tensor.shape), tensor)
+    reductions.unflatten(flat, tensors)
     return list(tensors)
 
 
@@ -192,7 +190,7 @@ def _all_gather(group: Group, outputs: Lists, inputs: Sequence[torch.Tensor]) ->
         movement.check_gathered(group, parts, tensor)
         if len(set(packing.sizes_in_bytes(parts))) == 1:
             targets = [packing.dense(part) for part in parts]
-            source = _own_part(group, packing.dense(tensor), targets)
+            source = own_part(group, packing.dense(tensor), targets)
             addresses = [target.data_ptr() for target in targets]
             kept = (source, targets, outputs)
             yield group.memory.gather(source.data_ptr(), addresses, source.nbytes, kept)
@@ -227,8 +225,11 @@ def _all_gather_single(
     return list(outputs)
 
 
-def _own_part(group: Group, source: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a rank's input, which may be its own part of the output, but no other."""
+def own_part(group: Group, source: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a rank's input, which may be its own part of the output, but no other.
+
+    Not collective.
+    """
     if source.data_ptr() == targets[group.rank()].data_ptr():
         return source
     return packing.apart(source, targets)

@@ -9,12 +9,13 @@ if TYPE_CHECKING:
     import torch
     from mpi4py import MPI
 
+    from mpiddp.collectives.group_lanes import GroupLanes, LanePending
     from mpiddp.collectives.group_memory import GroupMemory, MemoryPending
     from mpiddp.engine.requests import Arrival, Pending
     from mpiddp.mpi.blocks import Block
 
 # See Note [An operation is a generator].
-Operation = Generator["Pending | MemoryPending | list[Pending]", None, Any]
+Operation = Generator["Pending | MemoryPending | LanePending | list[Pending]", None, Any]
 
 
 class SentBlock(NamedTuple):
@@ -43,6 +44,7 @@ class Place(Protocol):
 
     all_here: bool
     memory: GroupMemory | None
+    lanes: GroupLanes | None
 
 
 class Group(Protocol):
@@ -72,6 +74,14 @@ class Group(Protocol):
     @property
     def memory(self) -> GroupMemory:
         """That of its ranks, for a collective that is carried out there in order of the calls."""
+
+    @property
+    def lanes(self) -> GroupLanes:
+        """Those of its ranks, for a collective that goes there in order of the calls."""
+
+    @property
+    def crowded(self) -> bool:
+        """Whether its ranks on this node have fewer cores to wait on than they are."""
 
     def pending(self, request: MPI.Request | Arrival, call: str, *memory: object) -> Pending:
         """Return what to yield for a request that the MPI function `call` has made.

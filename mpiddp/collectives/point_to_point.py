@@ -15,6 +15,7 @@ import torch
 from mpi4py import MPI
 
 from mpiddp.collectives import packing
+from mpiddp.collectives.way_table import trades_in_memory
 from mpiddp.engine.requests import Arrival
 from mpiddp.mpi import datatypes
 
@@ -133,10 +134,10 @@ def exchange(
         raise ValueError(
             f"rank {own} sends {source.nbytes} bytes to itself, and expects {target.nbytes}"
         )
-    if group.state.memory is None:
-        waited = _messages(group, outgoing, incoming)
-    else:
+    if trades_in_memory(group):
         waited = [_traded(group, outgoing, incoming)]
+    else:
+        waited = _messages(group, outgoing, incoming)
     source, target = outgoing[own], incoming[own]
     if source is not None and target is not None:
         if source.dtype == target.dtype and source.shape == target.shape:

@@ -73,6 +73,18 @@ def all_reduce_together(
     return list(tensors)
 
 
+def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the elements of all tensors behind each other. Not collective."""
+    return torch.cat([packing.dense(tensor).detach().view(-1) for tensor in tensors])
+
+
+def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Write to tensors what `flattened` has made of them. Not collective."""
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        packing.write_back(part.view(tensor.shape), tensor)
+
+
 def reduce(
     group: Group, tensors: Sequence[torch.Tensor], op: dist.ReduceOp, root: int
 ) -> Operation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpiddp import settings
+from mpiddp.collectives import way_table
 from mpiddp.findings import Finding
 from mpiddp.mpi import nodes
 from mpiddp.rendezvous.world import get_topology, heartbeat_problem
@@ -39,6 +40,9 @@ def report_memory(world: MPI.Comm) -> list[Finding]:
     except OSError as error:
         problem = str(error)
     sizes = world.allgather(node.Get_size())
+    of_first = node.Get_size() if node.Get_rank() == 0 else 0
+    node_sizes = [size for size in world.allgather(of_first) if size]
+    crowded = nodes.is_crowded(node)
     problems = [text for text in world.allgather(problem) if text]
     node.Free()
     what = "memory that the ranks of a node share:"
@@ -60,25 +64,25 @@ def report_memory(world: MPI.Comm) -> list[Finding]:
     else:
         used = "shared memory" if min(sizes) == world.Get_size() else "lanes between the nodes"
     gradients = Finding("ok", f"gradients on the CPU: {used} (transport {name!r})")
-    return [memory, gradients, _collectives(sizes, world.Get_size(), bool(problems))]
+    return [memory, gradients, *_collectives(node_sizes, bool(problems), crowded)]
 
 
-def _collectives(sizes: list[int], ranks: int, is_impossible: bool) -> Finding:
+def _collectives(sizes: list[int], is_impossible: bool, crowded: bool) -> list[Finding]:
     """Return how the collectives of torch.distributed travel.
 
     Args:
-        sizes: how many ranks each rank's node has.
-        ranks: how many there are.
+        sizes: how many ranks each node has.
         is_impossible: whether those of a node share no memory.
+        crowded: whether they are more than the node's cores.
     """
     asked = settings.COLLECTIVES.read()
-    if asked == "messages" or is_impossible or max(sizes) == 1:
-        used = "MPI's calls and messages"
-    elif min(sizes) == ranks:
-        used = "in memory that all ranks share"
-    else:
-        used = "of ranks on one node in memory, of others MPI's calls and messages"
-    return Finding("ok", f"collectives on the CPU: {used} ({settings.COLLECTIVES.name}={asked})")
+    alone = asked == "messages" or is_impossible
+    table = way_table.rows([1] * len(sizes) if alone else sizes, crowded)
+    variable = f"({settings.COLLECTIVES.name}={asked})"
+    return [
+        Finding("ok", f"collectives on the CPU, {row.collectives}: {row.way} {variable}")
+        for row in table
+    ]
 
 
 def report_wire(world: MPI.Comm) -> list[Finding]:

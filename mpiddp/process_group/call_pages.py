@@ -9,10 +9,11 @@ from mpi4py import MPI
 
 from mpiddp import settings
 from mpiddp.collectives.group_memory import NodeMemory
-from mpiddp.mpi import communicators, nodes
+from mpiddp.mpi import communicators, losses, nodes
 from mpiddp.process_group import direct_calls
 from mpiddp.process_group.call_blocks import BlockGroup, CallBlocks
 from mpiddp.process_group.call_table import BYTES, CallTable
+from mpiddp.process_group.node_lanes import equal_nodes, make_lanes
 from mpiddp.transports.shared_memory import allocate_common
 
 if TYPE_CHECKING:
@@ -85,15 +86,25 @@ def share_page(
     # The first of a node takes the page for all of it.
     if table is not None and len(here) > 1 and here[0] == communicator.Get_rank():
         index = table.take(len(here))
-    indices = array.array("q", [0]) * len(ranks)
-    communicator.Allgather([array.array("q", [index]), MPI.INT64_T], [indices, MPI.INT64_T])
+    memory = table.memory if table is not None else None
+    if settings.COLLECTIVES.read() != "memory":
+        memory = None
+    told = array.array("q", [index, here[0] if memory is not None and here else -1])
+    heard = array.array("q", [0]) * (2 * len(ranks))
+    communicator.Allgather([told, MPI.INT64_T], [heard, MPI.INT64_T])
+    indices, firsts = heard[::2], heard[1::2]
     if table is not None and len(here) > 1 and indices[here[0]] >= 0:
         group.state.page = table.page(indices[here[0]])
         group.state.here = here
         group.state.all_here = len(here) == len(ranks)
-        if group.state.all_here and table.memory is not None:
+        if group.state.all_here and memory is not None:
             own = communicator.Get_rank()
-            group.state.memory = table.memory.of_group(indices[0], len(ranks), own, group.requests)
+            group.state.memory = memory.of_group(indices[0], len(ranks), own, group.requests)
             direct_calls.install(group)
     if not group.state.all_here:
         group.state.blocks = CallBlocks(group, communicators.note(communicator.Dup()))
+        by_node = equal_nodes(firsts, indices)
+        # Open MPI may end the job where a rank is lost while chunks of large collectives travel.
+        if by_node is not None and memory is not None and not losses.can_go_on():
+            index = indices[here[0]]
+            group.state.lanes = make_lanes(communicator, by_node, memory, index, group.requests)

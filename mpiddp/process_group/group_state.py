@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mpiddp.process_group.call_table import BROKEN, DIFFERS, FITS, call_digest
 
 if TYPE_CHECKING:
+    from mpiddp.collectives.group_lanes import GroupLanes
     from mpiddp.collectives.group_memory import GroupMemory
     from mpiddp.process_group.call_blocks import Call, CallBlocks
     from mpiddp.process_group.call_table import CallPage
@@ -85,6 +86,8 @@ class GroupState:
         self.all_here = False
         # Where its collectives are carried out, if all its ranks share memory.
         self.memory: GroupMemory | None = None
+        # Where its large ones are, if it has as many ranks on each of several nodes.
+        self.lanes: GroupLanes | None = None
         # What compares the calls of a group whose ranks share none; None where they do.
         self.blocks: CallBlocks | None = None
 
@@ -249,9 +252,12 @@ class GroupState:
         """Give back the group's memory and the communicator of its blocks. Collective."""
         page, self.page = self.page, None
         memory, self.memory = self.memory, None
+        lanes, self.lanes = self.lanes, None
         if memory is not None:
             memory.close()
+        if lanes is not None:
+            lanes.close()
         if page is not None:
-            page.release(memory)
+            page.release(memory or lanes)
         if self.blocks is not None:
             self.blocks.release()

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch._C._distributed_c10d import Work as TorchWork
 
 from mpiddp.collectives import ways
+from mpiddp.collectives.group_lanes import GroupLanes
 from mpiddp.collectives.group_memory import GroupMemory, MemoryPending
 from mpiddp.collectives.operation import Operation, SentBlock
 from mpiddp.engine import forks
@@ -130,6 +131,15 @@ class OperationRunner(OperationErrors):
         return self.state.memory
 
     @property
+    def lanes(self) -> GroupLanes:
+        """The group's, where it has some; before a collective begins there, calls are compared."""
+        if self._uncompared is not None:
+            self._compare()
+        assert self.state.lanes is not None
+        self.state.lanes.later = self._ahead is not None
+        return self.state.lanes
+
+    @property
     def group_name(self) -> str:  # type: ignore[override]  # torch has a type of its own
         """The name that torch.distributed gave to this group."""
         return self._name
@@ -169,6 +179,8 @@ class OperationRunner(OperationErrors):
         self._communicator = MPI.Intracomm()
         if self.state.blocks is not None:
             self.state.blocks.forget_communicator()
+        if self.state.lanes is not None:
+            self.state.lanes.forget_communicators()
 
     # Several operations as one.
 

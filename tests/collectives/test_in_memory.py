@@ -226,7 +226,15 @@ def test_what_has_other_sizes_on_each_rank_goes_by_messages() -> None:
 # Elements of the smallest part: nothing, one round, and many.
 @pytest.mark.parametrize("count", [0, 3, 200_000])
 class TestSizesThatDiffer:
-    """Each rank has another size for each; the largest say how many rounds there are."""
+    """Each rank has another size for each; the largest say how many rounds there are.
+
+    Where the ranks are more than the cores, these go by messages.
+    """
+
+    @pytest.fixture(params=[False, True], ids=["cores enough", "crowded"], autouse=True)
+    def crowded(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+        monkeypatch.setattr(group(), "crowded", request.param)
+        return bool(request.param)
 
     def part(self, of: int, to: int, count: int) -> torch.Tensor:
         return numbers(count * (1 + of) * (2 if to == 1 else 1) + to, of + 10 * to)
@@ -276,12 +284,16 @@ class TestSizesThatDiffer:
             expected = [self.part(of, rank(), count) for of in ranks]
             assert all(map(torch.equal, outputs, expected))
 
-    def test_no_message_is_sent(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(point_to_point, "send_bytes", None)
-        monkeypatch.setattr(point_to_point, "receive_bytes", None)
+    def test_messages_are_sent_where_cores_are_few(
+        self, count: int, crowded: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sent = []
+        send = point_to_point.send_bytes
+        monkeypatch.setattr(point_to_point, "send_bytes", lambda *a: sent.append(a) or send(*a))
         self.test_all_to_all(count)
         self.test_gather_and_scatter(count)
         self.test_all_gather(count)
+        assert bool(sent) is crowded
 
 
 class TestAwaitedCallers:

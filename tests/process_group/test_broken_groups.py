@@ -218,7 +218,7 @@ def test_a_late_message_is_not_written(later: bool) -> None:
             work.wait()
         tensor.fill_(-1)
     elif rank() == 0:
-        part.state.page = part.state.blocks = part.state.memory = None
+        part.state.page = part.state.blocks = part.state.memory = part.state.lanes = None
         part.hear = lambda reason: None
     dist.barrier()
     if rank() == 0:

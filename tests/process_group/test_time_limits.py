@@ -95,7 +95,7 @@ def test_several_steps_share_one_limit() -> None:
     """An operation of several MPI calls has one time limit, not one for each of them."""
     part: Any = dist.new_group(timeout=timedelta(seconds=LIMIT))
     # The others make the steps one by one, and do not hear that the first has given up.
-    part.state.page = part.state.blocks = part.state.memory = None
+    part.state.page = part.state.blocks = part.state.memory = part.state.lanes = None
     part.hear = lambda reason: None
     works: list[dist.Work] = []
     waited = 0.0

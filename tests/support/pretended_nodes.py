@@ -2,12 +2,20 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from mpi4py import MPI
 from replicas import RANK, SIZE
 
 from mpiddp.mpi import nodes
+from mpiddp.process_group import call_pages
+from mpiddp.process_group.call_table import CallTable
+from mpiddp.rendezvous import world
+
+# Of nodes of two ranks; kept, since it is mapped until the process ends.
+_table: list[CallTable] = []
 
 # The node of each rank, for as many ranks as there are.
 NODES = {
@@ -28,3 +36,22 @@ def group_on(place: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[dist
     assert isinstance(made, dist.ProcessGroup)
     yield made
     dist.destroy_process_group(made)
+
+
+@contextmanager
+def group_in_lanes(
+    monkeypatch: pytest.MonkeyPatch, timeout: timedelta | None = None
+) -> Iterator[dist.ProcessGroup]:
+    """Make a group of all ranks, two of which are on a node, with the next. Collective."""
+    with monkeypatch.context() as patch:
+        patch.setattr(nodes, "ranks_of_node", lambda comm: comm.Split(RANK // 2, RANK))
+        if not _table:
+            table = call_pages.make_call_table(MPI.COMM_WORLD)
+            assert table is not None
+            _table.append(table)
+        patch.setattr(world._world, "call_table", _table[0])
+        made = dist.new_group(timeout=timeout)
+        assert isinstance(made, dist.ProcessGroup)
+        assert made.state.lanes is not None  # type: ignore[attr-defined]
+        yield made
+        dist.destroy_process_group(made)

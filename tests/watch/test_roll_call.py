@@ -137,7 +137,8 @@ class TestMissingRanks:
         """The root of a broadcast does not wait, and calls more. What it called then is told."""
         part: Any = dist.new_group(range(3), timeout=LONG)
         if rank() < 3:
-            part.state.page = part.state.blocks = part.state.memory = None  # nothing is compared
+            # Nothing is compared.
+            part.state.page = part.state.blocks = part.state.memory = part.state.lanes = None
         if rank() in (0, 2):
             dist.broadcast(torch.ones(3), src=0, group=part)
         until_all_are_here()
@@ -180,7 +181,7 @@ class TestMissingRanks:
         """Where nothing is compared: one has a result; the other says what both have called."""
         part: Any = dist.new_group([0, 1], timeout=timedelta(seconds=20))
         if rank() < 2:
-            part.state.page = part.state.blocks = part.state.memory = None
+            part.state.page = part.state.blocks = part.state.memory = part.state.lanes = None
 
         def broadcast(count: int) -> None:
             work = dist.broadcast(torch.ones(count), src=0, group=part, async_op=later)

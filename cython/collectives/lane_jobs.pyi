@@ -1,0 +1,1 @@
+# Nothing for Python: group_lanes cimports this.

@@ -1,0 +1,33 @@
+"""Which way a collective takes, and what the doctor says of it."""
+
+from mpiddp.collectives import way_table
+from mpiddp.process_group.node_lanes import equal_nodes
+
+
+def test_nodes_of_a_group() -> None:
+    """Lanes need several nodes with as many ranks on each, at least two, that share memory."""
+    here = [3, -1, 7, -1]
+    assert equal_nodes([0, 0, 2, 2], here) == [[0, 1], [2, 3]]
+    assert equal_nodes([0, 1, 0, 1], [3, 7, -1, -1]) == [[0, 2], [1, 3]]
+    assert equal_nodes([0, 0, 0, 0], here) is None  # one node
+    assert equal_nodes([0, 0, 0, 3], here) is None  # one rank has a node for itself
+    assert equal_nodes([0, 0, 2, 2, 2], [*here, -1]) is None
+    assert equal_nodes([0, 0, -1, -1], here) is None  # these share no memory
+    assert equal_nodes([0, 0, 2, 2], [3, -1, -1, -1]) is None  # or have no place in it
+    assert equal_nodes([0, 1], [3, 7]) is None
+
+
+def test_rows() -> None:
+    assert [row.way for row in way_table.rows([2], False)] == ["in memory that all ranks share"]
+    messages, memory = way_table.rows([4], True)
+    assert messages.collectives == "gather, scatter, all_to_all"
+    assert messages.way.startswith("messages")
+    assert memory.collectives == "all others"
+    alone, *lanes, others = way_table.rows([2, 2], False)
+    assert alone.collectives == "of groups on one node"
+    used = [size for size in way_table.lanes_from().values() if size is not None]
+    assert len(lanes) == len(used) >= 3
+    assert "reduce_scatter from 1 MiB on" in [row.collectives for row in lanes]
+    assert others.way == "MPI's calls and messages"
+    assert len(way_table.rows([3, 2], False)) == 2
+    assert way_table.rows([1, 1], False) == [("all", "MPI's calls and messages")]
