@@ -10,6 +10,8 @@ MOST_NODES: int
 PIECE_BYTES: int
 STREAMS_OF_LANES: int
 
+def count_open() -> int: ...
+
 class GroupLanes:
     later: bool
     def __init__(

@@ -36,6 +36,13 @@ cdef double SIGNAL_CHECK = 0.1
 
 # Kept: MPI may still write there.
 _abandoned = []
+# How many groups of this process have lanes, and have not closed them.
+cdef Py_ssize_t open_ones = 0
+
+
+def count_open():
+    """Return how many groups of this process have lanes. Not collective."""
+    return open_ones
 
 
 cdef unsigned int take_ticket(Transport *transport) noexcept nogil:
@@ -79,6 +86,7 @@ cdef class GroupLanes:
                  requests):
         from mpi4py import MPI
 
+        global open_ones
         cdef Stream *stream
         cdef size_t number, node
         cdef uint32_t lane
@@ -126,6 +134,7 @@ cdef class GroupLanes:
         self.state.transport.quiet = True
         self.state.transport.wants_thread = True
         self.state.transport.crowded = requests.crowded
+        open_ones += 1
 
     def __dealloc__(self):
         cdef size_t number
@@ -235,7 +244,9 @@ cdef class GroupLanes:
             self.engine.progress()
 
     def close(self):
-        """Free the communicators, and touch the memory no more. Collective."""
+        """Free the communicators, and touch the memory no more. Collective; not twice."""
+        global open_ones
+        open_ones -= 1
         self.give_up()
         if self.channel is not None and not load(&self.channel.state.failure):
             self.engine.close_channel(self.channel)

@@ -13,7 +13,7 @@ from mpiddp.mpi import communicators, losses, nodes
 from mpiddp.process_group import direct_calls
 from mpiddp.process_group.call_blocks import BlockGroup, CallBlocks
 from mpiddp.process_group.call_table import BYTES, CallTable
-from mpiddp.process_group.node_lanes import equal_nodes, make_lanes
+from mpiddp.process_group.node_lanes import equal_nodes, make_lanes, may_have_lanes
 from mpiddp.transports.shared_memory import allocate_common
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ def share_page(
     memory = table.memory if table is not None else None
     if settings.COLLECTIVES.read() != "memory":
         memory = None
-    told = array.array("q", [index, here[0] if memory is not None and here else -1])
+    can_share = memory is not None and bool(here) and may_have_lanes()
+    told = array.array("q", [index, here[0] if can_share else -1])
     heard = array.array("q", [0]) * (2 * len(ranks))
     communicator.Allgather([told, MPI.INT64_T], [heard, MPI.INT64_T])
     indices, firsts = heard[::2], heard[1::2]

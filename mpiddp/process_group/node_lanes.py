@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpiddp.collectives.group_lanes import MOST_NODES, PIECE_BYTES, STREAMS_OF_LANES, GroupLanes
+from mpiddp.collectives.group_lanes import (
+    MOST_NODES,
+    PIECE_BYTES,
+    STREAMS_OF_LANES,
+    GroupLanes,
+    count_open,
+)
 from mpiddp.transports.choice import WirePlan, plan_wire
 
 if TYPE_CHECKING:
@@ -14,17 +20,26 @@ if TYPE_CHECKING:
     from mpiddp.collectives.group_memory import NodeMemory
     from mpiddp.engine.requests import Requests
 
-__all__ = ["equal_nodes", "make_lanes"]
+__all__ = ["equal_nodes", "make_lanes", "may_have_lanes"]
+
+# Each has some communicators more, and some MPIs have no more than 2,000 in all.
+_MOST_GROUPS = 64
 
 # Slices are cut at a multiple of it.
 _ALIGNMENT = 64
+
+
+def may_have_lanes() -> bool:
+    """Return whether another group of this process may have lanes. Not collective."""
+    return count_open() < _MOST_GROUPS
 
 
 def equal_nodes(firsts: Sequence[int], indices: Sequence[int]) -> list[list[int]] | None:
     """Return for each node its ranks, if there are several nodes with equally many. Not collective.
 
     Args:
-        firsts: for each rank of the group the first one of its node, -1 where none share memory.
+        firsts: for each rank of the group the first one of its node, -1 where none share memory or
+            it may have no lanes.
         indices: for each of these first ones, which place in that memory is the group's; -1: none.
     """
     nodes = [

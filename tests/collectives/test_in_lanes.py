@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import patience
+import pretended_nodes
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from pretended_nodes import group_in_lanes
 from replicas import RANK, SIZE, together
 
 from mpiddp.collectives import way_table
+from mpiddp.collectives.group_lanes import count_open
+from mpiddp.process_group import node_lanes
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.sizes]
 
@@ -257,3 +260,23 @@ def test_groups_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with together():
         assert after[0] <= before[0] + 2
         assert after[1] <= before[1] + (16 << 10)
+
+
+def test_no_more_groups_than_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes some communicators. Where one rank has enough, the next group has none."""
+    with group_in_lanes(monkeypatch) as first:
+        most = count_open() if RANK == 1 else 64
+        monkeypatch.setattr(node_lanes, "_MOST_GROUPS", most)
+        with monkeypatch.context() as patch:
+            patch.setattr(pretended_nodes, "REQUIRES_LANES", False)
+            with group_in_lanes(monkeypatch) as second:
+                lanes = second.state.lanes  # type: ignore[attr-defined]
+                tensor = torch.ones(600_000)
+                dist.all_reduce(tensor, group=second)
+                with together():
+                    assert lanes is None
+                    assert tensor[-1] == SIZE
+        dist.barrier(group=first)
+    monkeypatch.setattr(node_lanes, "_MOST_GROUPS", most)
+    with group_in_lanes(monkeypatch):  # there is one less
+        pass
