@@ -78,6 +78,7 @@ help:
 	@echo 'make test-torch  run torch'"'"'s own distributed tests on 3 ranks (ARGS=--quick: those of DDP)'
 	@echo 'make test-faults  each fault at each moment, on one machine and on hosts (30 minutes)'
 	@echo 'make test-sanitizers  tests with the sanitizers of addresses, undefined behaviour and threads'
+	@echo 'make test-arm compiled for 64-bit Arm, ranks that meet in memory under qemu (3 minutes)'
 	@echo 'make test-trainers  public trainers under torchrun and here: the same losses (not in CI)'
 	@echo 'make test-gpu build, test and measure on a GPU with the torch of $$PYTHON (10 minutes)'
 	@echo 'make lint     check the code with ruff, mypy and cython-lint'
@@ -132,6 +133,12 @@ SANITIZED ?= reducer/test_buckets.py reducer/test_gradients.py engine flight_rec
 test-sanitizers: $(INSTALLED)
 	tests/support/sanitizers.sh memory $(BIN) $(addprefix ../,$(SANITIZED)) $(ARGS)
 	tests/support/sanitizers.sh threads $(BIN) $(addprefix ../,$(SANITIZED)) $(ARGS)
+
+# On MPICH, whose launcher starts what qemu runs. What is for Arm lies outside of the clone.
+.PHONY: test-arm
+test-arm:
+	$(MAKE) --no-print-directory build MPI=mpich
+	tests/support/arm.sh .venv-mpich/bin
 
 # Public trainers beside torchrun; what they need lies outside of the clone.
 .PHONY: test-trainers
