@@ -62,14 +62,3 @@ def test_the_job_ends_between_nodes(moment: float, name: str, tmp_path: Path) ->
     assert status != 0
     assert "rank 1 (process" in said or not OPEN_MPI  # MPICH's launcher says it
     assert took < patience.enough(4)
-
-
-@needs_ulfm
-@pytest.mark.parametrize(("moment", "name"), [*itertools.product(MOMENTS, IN_LANES)])
-def test_the_others_go_on_between_nodes(moment: float, name: str, tmp_path: Path) -> None:
-    status, out, _ = run(name, moment, tmp_path, lossy=True, in_lanes=True)
-    assert status == 0
-    told = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    assert sorted(each["rank"] for each in told) == [0, 2, 3]
-    for each in told:
-        assert each["after"] < patience.enough(4)
