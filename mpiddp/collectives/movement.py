@@ -152,7 +152,8 @@ def scatter(group: Group, outputs: Sequence[torch.Tensor], inputs: Lists, root: 
         if group.rank() == root:
             check_number(group, "scatter", "input", inputs[index])
             outgoing = [packing.dense(part) for part in inputs[index]]
-        pending += point_to_point.exchange(group, outgoing, incoming)
+        # Its root copies everything to memory, of which each rank needs a part.
+        pending += point_to_point.exchange(group, outgoing, incoming, by_messages=True)
     yield pending
     point_to_point.check_sizes(group, "scatter", pending)
     for target, tensor in zip(targets, outputs, strict=True):

@@ -117,6 +117,7 @@ def exchange(
     group: Group,
     outgoing: Sequence[torch.Tensor | None],
     incoming: Sequence[torch.Tensor | None],
+    by_messages: bool = False,
 ) -> list[Pending]:
     """Start sending each rank its bytes, and receiving from each. Collective.
 
@@ -124,6 +125,7 @@ def exchange(
         group: the process group.
         outgoing: for each rank a contiguous tensor, or None for nothing.
         incoming: the same; what comes from this rank itself is copied at once.
+        by_messages: also where memory is shared.
 
     Raises:
         ValueError: what this rank sends itself has another size than what it expects.
@@ -134,7 +136,7 @@ def exchange(
         raise ValueError(
             f"rank {own} sends {source.nbytes} bytes to itself, and expects {target.nbytes}"
         )
-    if trades_in_memory(group):
+    if trades_in_memory(group) and not by_messages:
         waited = [_traded(group, outgoing, incoming)]
     else:
         waited = _messages(group, outgoing, incoming)

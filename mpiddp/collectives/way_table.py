@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from mpiddp.collectives.operation import Group
 
-__all__ = ["Row", "fits_lanes", "lanes_from", "rows", "trades_in_memory"]
+__all__ = ["EXCHANGED_BY_MPI", "Row", "fits_lanes", "lanes_from", "rows", "trades_in_memory"]
 
 _LANES_FROM_WITH_OPEN_MPI: dict[str, int | None] = {
     "all_reduce": 1 << 20,
@@ -29,7 +29,11 @@ _LANES_FROM_WITH_OTHERS: dict[str, int | None] = {
     "broadcast": 16 << 20,
 }
 
-_TRADES = "gather, scatter, all_to_all"
+# From how many bytes of a rank on an all_to_all_single of equal parts is MPI's: in memory each byte
+# is copied twice, and MPI copies it once.
+EXCHANGED_BY_MPI = 256 << 10
+
+_TRADES = "gather, all_to_all, all_to_all_single with splits"
 _MEMORY = "in memory that all ranks share"
 _MESSAGES = "MPI's calls and messages"
 
@@ -89,10 +93,11 @@ def rows(nodes: Sequence[int], crowded: bool) -> list[Row]:
     if max(nodes) == 1:
         return [Row("all", _MESSAGES)]
     if len(nodes) == 1:
-        if not crowded:
-            return [Row("all", _MEMORY)]
-        trades = "messages, since the ranks are more than the cores"
-        return [Row(_TRADES, trades), Row("all others", _MEMORY)]
+        exchanges = f"all_to_all_single from {EXCHANGED_BY_MPI >> 10} KiB on, scatter"
+        table = [Row(exchanges, _MESSAGES)]
+        if crowded:
+            table.append(Row(_TRADES, "messages, since the ranks are more than the cores"))
+        return [*table, Row("all others", _MEMORY)]
     table = [Row("of groups on one node", _MEMORY)]
     if len(set(nodes)) == 1:
         table += [

@@ -18,9 +18,11 @@ def test_nodes_of_a_group() -> None:
 
 
 def test_rows() -> None:
-    assert [row.way for row in way_table.rows([2], False)] == ["in memory that all ranks share"]
-    messages, memory = way_table.rows([4], True)
-    assert messages.collectives == "gather, scatter, all_to_all"
+    ways = [row.way for row in way_table.rows([2], False)]
+    assert ways == ["MPI's calls and messages", "in memory that all ranks share"]
+    exchanges, messages, memory = way_table.rows([4], True)
+    assert exchanges.collectives == "all_to_all_single from 256 KiB on, scatter"
+    assert messages.collectives == "gather, all_to_all, all_to_all_single with splits"
     assert messages.way.startswith("messages")
     assert memory.collectives == "all others"
     alone, *lanes, others = way_table.rows([2, 2], False)
