@@ -198,12 +198,13 @@ WIRE = Setting(
 )
 COLLECTIVES = Setting(
     "MPIDDP_COLLECTIVES",
-    "memory or messages",
+    "memory, copies or messages",
     "memory",
-    "How the operations of a process group travel: in memory that its ranks of a node share, where "
-    "that is faster, or all by MPI's calls and messages.",
+    "How the operations of a process group travel: in memory of its ranks of a node, where that is "
+    "faster; the same, but through copies in shared memory only, so that no rank reads another "
+    "one's tensors where they are; or all by MPI's calls and messages.",
     True,
-    _one_of("memory", "messages"),
+    _one_of("memory", "copies", "messages"),
     "memory",
 )
 PROGRESS_THREAD: Setting[bool | None] = Setting(

@@ -11,6 +11,7 @@ cdef void clear_regions(char *regions, size_t ranks) noexcept
 cdef class NodeMemory:
     cdef Mapping mapping
     cdef readonly Py_ssize_t ranks
+    cdef readonly bint is_readable
 
 
 cdef class GroupMemory:
@@ -42,3 +43,5 @@ cdef class MemoryPending:
     cdef int drive(self, bint patiently) noexcept nogil
     cdef bint drives(self, bint patiently)
     cdef bint step(self)
+    cdef int check(self) except -1
+    cdef bint result(self) except -1

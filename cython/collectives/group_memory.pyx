@@ -3,7 +3,8 @@
 A group has its part of one piece that all ranks of the node share, see Note [One piece for all] in
 transports/shared_memory.pyx; what no collective has written to takes no memory. A collective begins
 on the thread that calls it. What other ranks hold up is handed to the engine, in the order of the
-calls, on a channel of the group; see Note [Rounds in memory].
+calls, on a channel of the group; see Note [Rounds in memory] and Note [Reading each other's
+memory].
 
 Note [Awaited callers]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -14,13 +15,16 @@ later, tests it, or begins the next one. Only one is left so at a time, and only
 it. Who asks for a future does not come back: then the engine gets it.
 """
 
+import os
+
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
+from mpiddp.collectives.direct_jobs cimport advance, goes_directly, leave, read_memory
 from mpiddp.collectives.memory_jobs cimport (
     EXCHANGE, FILL, GATHER_ALL, HEAD_BYTES, MEET, MOST_RANKS, REDUCE_ALL, REDUCE_PARTS,
-    REDUCE_TO_ROOT, REGION_BYTES, SPREAD, TRADE, MemoryState, advance, has_shown_all,
+    REDUCE_TO_ROOT, REGION_BYTES, SPREAD, TRADE, MemoryState, has_shown_all,
 )
 from mpiddp.engine.engine cimport WAIT_DONE, look_if_due
 from mpiddp.engine.forks cimport is_child
@@ -82,6 +86,24 @@ cdef void clear_regions(char *regions, size_t ranks) noexcept:
         memset(regions, 0, ranks * REGION_BYTES)
 
 
+def can_read_each_other(node):
+    """Return whether the ranks of a node may read each other's memory; the same on all.
+
+    Collective over `node`, an mpi4py communicator.
+    """
+    cdef unsigned long long own = int.from_bytes(os.urandom(8), "little")
+    cdef unsigned long long seen
+    cdef bint result = True
+    told = node.allgather((os.getpid(), <size_t>&own, own))
+    for process, address, number in told:
+        seen = 0
+        if read_memory(process, <char *><size_t>address, <char *>&seen, sizeof(seen)):
+            result = False
+        elif seen != number:
+            result = False      # another process, of a namespace of this rank's own
+    return all(node.allgather(result))
+
+
 cdef class NodeMemory:
     """Room for the groups of a node.
 
@@ -89,18 +111,24 @@ cdef class NodeMemory:
 
     Args:
         node: an mpi4py communicator whose ranks share memory; it is not needed afterwards.
+        tries: whether to try if the ranks can read each other's memory.
+
+    Attributes:
+        ranks: how many share it.
+        is_readable: whether they can.
 
     Raises:
         OSError: the ranks cannot share memory; raised on all ranks.
     """
 
-    def __init__(self, node):
+    def __init__(self, node, bint tries=True):
         self.ranks = node.Get_size()
         if self.ranks > MOST_RANKS:
             raise OSError(f"there is room for {MOST_RANKS} ranks of a node, not {self.ranks}")
         self.mapping = allocate_common(node, GROUPS * self.ranks * REGION_BYTES, ())
         # No tensor lies there: forked children need none of it.
         self.mapping.segment.given_out = False
+        self.is_readable = tries and can_read_each_other(node)
 
     def of_group(self, Py_ssize_t index, Py_ssize_t ranks, Py_ssize_t rank, requests):
         """Return what a group has of it. Not collective.
@@ -142,6 +170,30 @@ cdef class GroupMemory:
     Attributes:
         at_once: whether the caller waits at once for what it begins next.
     """
+
+    @property
+    def reads_directly(self):
+        """Whether long ones do."""
+        return self.state.moves_from != 0
+
+    @property
+    def moves_from(self):
+        """See `read_directly`."""
+        return self.state.moves_from
+
+    @property
+    def sums_from(self):
+        """See `read_directly`."""
+        return self.state.sums_from
+
+    def read_directly(self, size_t moves_from, size_t sums_from):
+        """Let long ones read the other ranks' memory, which must be readable. Not collective.
+
+        Args:
+            moves_from: from how many bytes of a rank's larger side on they are moved so; 0: never.
+            sums_from: the same for what is reduced. Both are the same on all ranks.
+        """
+        self.state.moves_from, self.state.sums_from = moves_from, sums_from if moves_from else 0
 
     @property
     def address(self):
@@ -233,13 +285,14 @@ cdef class GroupMemory:
         """Send each rank as many bytes as there are for it, and take those that it has.
 
         Args:
-            sources: an address for each rank; for this one nothing is read.
+            sources: an address for each rank. What this one has for itself is copied as well.
             targets: the same.
             sizes: bytes for each rank, and then from each.
             memory: what is kept.
         """
         cdef MemoryPending pending = MemoryPending.__new__(MemoryPending)
         cdef Py_ssize_t number
+        cdef Py_ssize_t own = self.state.rank
         assert len(sizes) == 2 * self.state.ranks
         pending.job_state.kind = TRADE
         pending.job_state.sources = addresses_of(sources, self.state.ranks)
@@ -249,7 +302,8 @@ cdef class GroupMemory:
             raise MemoryError
         for number in range(len(sizes)):
             pending.job_state.sizes[number] = sizes[number]
-        pending.job_state.size = max(sizes)
+        pending.job_state.size = max(
+            size for number, size in enumerate(sizes) if number % self.state.ranks != own)
         return self.start(pending, memory)
 
     def _reduces(self, MemoryPending pending, int element, int way, double divisor):
@@ -272,11 +326,15 @@ cdef class GroupMemory:
                 pending.ended = pending.drive(self.at_once)
         if pending.ended:
             pending.memory = None
+            pending.check()
             return pending
         while self.under_way and self.under_way[0].left:    # they end in their order
             del self.under_way[0]
         self.under_way.append(pending)
-        if first and not self.at_once and has_shown_all(&self.state, &pending.job_state):
+        if (
+            first and not self.at_once and not goes_directly(&self.state, &pending.job_state)
+            and has_shown_all(&self.state, &pending.job_state)
+        ):
             self.awaited = pending
         else:
             self.submit(pending)
@@ -325,6 +383,9 @@ cdef class GroupMemory:
     cdef void give_up(self):
         """Let what is under way go, and wait until the engine has done so."""
         self.state.given_up = True
+        if self.state.moves_from:
+            with nogil:
+                leave(&self.state)
         self.let_drive()
         if self.channel is None:
             return
@@ -416,8 +477,22 @@ cdef class MemoryPending:
         if self.group.awaited is self:
             self.group.settle()
 
+    cdef int check(self) except -1:
+        """Raise what has kept this rank from its result."""
+        cdef int failure = self.job_state.failure
+        if failure:
+            raise OSError(
+                failure, f"rank {self.group.state.rank} of the group could not copy a tensor out "
+                f"of another rank's memory or into it ({os.strerror(failure)}). What lies in "
+                "memory of a device cannot be copied so: set MPIDDP_COLLECTIVES=copies")
+        return 0
+
     def test(self):
-        """Take a step of progress; return whether it has ended. Not collective."""
+        """Take a step of progress; return whether it has ended. Not collective.
+
+        Raises:
+            OSError: this rank could not read another one's tensor.
+        """
         if not self.done:
             if is_child():
                 check_process("the test of a collective")
@@ -425,7 +500,14 @@ cdef class MemoryPending:
                 self.group.engine.step()
             elif not self.driven:
                 self.step()
-        return self.done
+        return self.result()
+
+    cdef bint result(self) except -1:
+        """Whether it has ended."""
+        if not self.done:
+            return False
+        self.check()
+        return True
 
     def wait(self, double seconds):
         """Wait until it has ended; return whether it has in time. Not collective.
@@ -433,19 +515,20 @@ cdef class MemoryPending:
         What the process is stopped for does not count, see Note [Running time].
 
         Raises:
+            OSError: this rank could not read another one's tensor.
             RuntimeError: a rank of the node was lost.
             KeyboardInterrupt: or whatever else a signal handler raises.
         """
         cdef double looked, running, limit
         cdef Channel channel
-        if self.done:
+        if self.result():
             return True
         if is_child():
             check_process("the wait for a collective")
         self.group.let_drive()
         if self.group.awaited is self and not self.drives(True):
             self.hand_over()
-        if self.done:
+        if self.result():
             return True
         looked = now()
         running = look(&looked)
@@ -457,14 +540,14 @@ cdef class MemoryPending:
             if channel.wait_until(
                 &self.job_state.job, now() + min(limit - running, SIGNAL_CHECK), 0.0
             ) == WAIT_DONE:
-                return self.done
+                return self.result()
             PyErr_CheckSignals()
             looked = now()
             running = look(&looked)
             look_if_due(&looked)
             if running > limit:
                 break
-        return self.done
+        return self.result()
 
     def take_back(self):
         """Let the group's memory be: other ranks do not fit, or do not come. Not collective."""

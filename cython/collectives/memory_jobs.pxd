@@ -33,12 +33,19 @@ cdef enum Phase:
     FILL                    # show this rank's part of a round
     TAKE                    # take what the others show
     COLLECT                 # take the slices that each rank has reduced
+    CLOSE                   # wait until nobody reads this rank's memory any more
 
 
 cdef struct Line:
     # In shared memory, one for each rank.
     uint32_t round          # the last that the rank has begun; it has ended those before
-    char padding[CACHE_LINE - 4]
+    # The rest is for Note [Reading each other's memory].
+    int left                # the rank has given up: its tensors may be gone
+    int writes              # the rank may be writing into another's memory just now
+    char padding[CACHE_LINE - 12]
+    uint32_t claimed        # how many pieces of a broadcast the rank or the root has taken up, ...
+    uint32_t pushed         # ... and how many of them the root has written
+    char other_padding[CACHE_LINE - 8]
 
 
 cdef struct MemoryState:
@@ -52,6 +59,10 @@ cdef struct MemoryState:
     MemoryJob *current      # the one that is under way
     Transport *requests     # told when one that the engine moves has ended: futures wait there
     int given_up            # the group is broken or gone: touch nothing any more
+    # From how many bytes on ranks read each other's memory to move them, and to reduce them; 0:
+    # never.
+    size_t moves_from
+    size_t sums_from
 
 
 cdef struct MemoryJob:
@@ -69,12 +80,18 @@ cdef struct MemoryJob:
     size_t size             # bytes that each rank shows in all, or for each rank; of a trade, ...
     # ... the most that any rank has for another, from the first round on
     size_t at               # of these, how many are done
+    uint32_t shown          # the round in which ranks said where their tensors are, ...
+    uint32_t claims         # ... and how many pieces of a broadcast this one has read
+    int failure             # an errno: some of another rank's memory could not be read
 
 
 cdef Advance advance(Transport *transport, Job *job, int helping) noexcept nogil
 cdef bint has_shown_all(MemoryState *state, MemoryJob *job) noexcept nogil
 
-# For lane_jobs.pyx, which goes on between nodes with what the ranks of a node have reduced.
+# For direct_jobs.pyx, where ranks read each other's memory, and for lane_jobs.pyx, which goes on
+# between nodes with what the ranks of a node have reduced.
+cdef double SPIN
+cdef Line *line(MemoryState *state, uint32_t rank) noexcept nogil
 cdef char *half(MemoryState *state, uint32_t rank, uint32_t round) noexcept nogil
 cdef int has_begun(MemoryState *state, uint32_t rank, uint32_t round) noexcept nogil
 cdef int all_have_begun(MemoryState *state, uint32_t round) noexcept nogil
@@ -85,4 +102,8 @@ cdef void show_slices(MemoryState *state, char *place, const char *data, size_t 
 cdef void reduce(
     MemoryState *state, MemoryJob *job, char *out, const char *own, size_t offset, size_t size,
 ) noexcept nogil
+cdef void reduce_parts(
+    MemoryState *state, MemoryJob *job, char *out, char **parts, const char *own, size_t size,
+) noexcept nogil
+cdef void keep_own(MemoryState *state, MemoryJob *job) noexcept nogil
 cdef void collect(MemoryState *state, char *target, size_t size) noexcept nogil

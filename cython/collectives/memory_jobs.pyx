@@ -56,6 +56,10 @@ cdef inline char *region(MemoryState *state, uint32_t rank) noexcept nogil:
     return state.regions + <size_t>rank * REGION_BYTES
 
 
+cdef Line *line(MemoryState *state, uint32_t rank) noexcept nogil:
+    return <Line *>region(state, rank)
+
+
 cdef char *half(MemoryState *state, uint32_t rank, uint32_t round) noexcept nogil:
     return region(state, rank) + HEAD_BYTES + (round & 1) * HALF_BYTES
 
@@ -65,7 +69,7 @@ cdef inline int reached(uint32_t round, uint32_t target) noexcept nogil:
 
 
 cdef int has_begun(MemoryState *state, uint32_t rank, uint32_t round) noexcept nogil:
-    return reached(load32(&(<Line *>region(state, rank)).round), round)
+    return reached(load32(&line(state, rank).round), round)
 
 
 cdef int all_have_begun(MemoryState *state, uint32_t round) noexcept nogil:
@@ -82,7 +86,7 @@ cdef int all_have_begun(MemoryState *state, uint32_t round) noexcept nogil:
 cdef void begin_round(MemoryState *state) noexcept nogil:
     """Show what was written into the half of the next round."""
     state.round += 1
-    store(<int *>&(<Line *>region(state, state.rank)).round, <int>state.round)
+    store(<int *>&line(state, state.rank).round, <int>state.round)
     ring(state.bell)
 
 
@@ -136,11 +140,21 @@ cdef void offer(MemoryState *state, MemoryJob *job, char *place) noexcept nogil:
             )
 
 
+cdef void keep_own(MemoryState *state, MemoryJob *job) noexcept nogil:
+    """Copy what a rank has for itself in a trade."""
+    cdef char *source = job.sources[state.rank]
+    cdef char *target = job.targets[state.rank]
+    if source != target and source != NULL and target != NULL:
+        memcpy(target, source, job.sizes[state.rank])
+
+
 cdef void receive(MemoryState *state, MemoryJob *job) noexcept nogil:
     """Take what other ranks offer in a round of a trade."""
     cdef size_t part = traded_bytes(state)
     cdef size_t *sizes = job.sizes + state.ranks
     cdef uint32_t rank
+    if job.at == 0:
+        keep_own(state, job)
     for rank in range(state.ranks):
         if job.at == 0:
             job.size = max(job.size, (<size_t *>half(state, rank, state.round))[0])
@@ -202,10 +216,18 @@ cdef void reduce(
     """
     cdef char *parts[MOST_RANKS]
     cdef uint32_t rank
-    if size == 0:
-        return
     for rank in range(state.ranks):
         parts[rank] = half(state, rank, state.round) + offset
+    reduce_parts(state, job, out, parts, own, size)
+
+
+cdef void reduce_parts(
+    MemoryState *state, MemoryJob *job, char *out, char **parts, const char *own, size_t size
+) noexcept nogil:
+    """The same of what the others have in these parts; the own one may be written to."""
+    cdef uint32_t rank
+    if size == 0:
+        return
     if job.way == 0:
         # The kernels read a block of all before they write it.
         parts[state.rank] = <char *>own

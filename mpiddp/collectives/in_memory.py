@@ -244,7 +244,7 @@ def _all_to_all_single(
 ) -> Operation:
     rest = (output, tensor, output_splits, input_splits)
     splits = input_splits or output_splits  # then sizes may differ between ranks
-    if splits or tensor.nbytes >= way_table.EXCHANGED_BY_MPI:
+    if splits or not way_table.exchanges_in_memory(group, tensor.nbytes):
         return (yield from movement.all_to_all_single(group, *rest))
     movement.check_exchanged(group, output, tensor)
     target = packing.dense(output)

@@ -104,7 +104,8 @@ def gather(group: Group, outputs: Lists, inputs: Sequence[torch.Tensor], root: i
             targets = [packing.dense(part) for part in outputs[index]]
             received += zip(targets, outputs[index], strict=True)
             incoming = targets
-        pending += point_to_point.exchange(group, outgoing, incoming)
+        # In memory the root would wait until all others have met it, which takes turns.
+        pending += point_to_point.exchange(group, outgoing, incoming, by_messages=group.crowded)
     yield pending
     point_to_point.check_sizes(group, "gather", pending)
     for target, part in received:
@@ -152,7 +153,7 @@ def scatter(group: Group, outputs: Sequence[torch.Tensor], inputs: Lists, root: 
         if group.rank() == root:
             check_number(group, "scatter", "input", inputs[index])
             outgoing = [packing.dense(part) for part in inputs[index]]
-        # Its root copies everything to memory, of which each rank needs a part.
+        # In memory all would wait for the last; messages go to those that have come.
         pending += point_to_point.exchange(group, outgoing, incoming, by_messages=True)
     yield pending
     point_to_point.check_sizes(group, "scatter", pending)

@@ -124,7 +124,7 @@ def exchange(
     Args:
         group: the process group.
         outgoing: for each rank a contiguous tensor, or None for nothing.
-        incoming: the same; what comes from this rank itself is copied at once.
+        incoming: the same.
         by_messages: also where memory is shared.
 
     Raises:
@@ -137,10 +137,8 @@ def exchange(
             f"rank {own} sends {source.nbytes} bytes to itself, and expects {target.nbytes}"
         )
     if trades_in_memory(group) and not by_messages:
-        waited = [_traded(group, outgoing, incoming)]
-    else:
-        waited = _messages(group, outgoing, incoming)
-    source, target = outgoing[own], incoming[own]
+        return [_traded(group, outgoing, incoming)]
+    waited = _messages(group, outgoing, incoming)
     if source is not None and target is not None:
         if source.dtype == target.dtype and source.shape == target.shape:
             with torch.no_grad():
@@ -180,9 +178,9 @@ def _traded(
         return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
     sizes = [
-        0 if tensor is None or rank == group.rank() else tensor.nbytes
+        0 if tensor is None else tensor.nbytes
         for tensors in (outgoing, incoming)
-        for rank, tensor in enumerate(tensors)
+        for tensor in tensors
     ]
     kept = (outgoing, incoming)
     pending = group.memory.trade(addresses(outgoing), addresses(incoming), sizes, kept)

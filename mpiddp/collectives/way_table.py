@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from mpiddp.collectives.operation import Group
 
-__all__ = ["EXCHANGED_BY_MPI", "Row", "fits_lanes", "lanes_from", "rows", "trades_in_memory"]
+__all__ = [
+    "EXCHANGED_BY_MPI",
+    "Row",
+    "direct_from",
+    "exchanges_in_memory",
+    "fits_lanes",
+    "lanes_from",
+    "rows",
+    "trades_in_memory",
+]
 
 _LANES_FROM_WITH_OPEN_MPI: dict[str, int | None] = {
     "all_reduce": 1 << 20,
@@ -29,13 +38,22 @@ _LANES_FROM_WITH_OTHERS: dict[str, int | None] = {
     "broadcast": 16 << 20,
 }
 
-# From how many bytes of a rank on an all_to_all_single of equal parts is MPI's: in memory each byte
-# is copied twice, and MPI copies it once.
+# From how many bytes of a rank's larger side on the ranks of a node read each other's memory, to
+# move or to reduce what is there. They meet once more for that, which takes longer where they wait
+# for cores.
+_DIRECT_FROM = (128 << 10, 256 << 10)
+_DIRECT_FROM_IF_CROWDED = (256 << 10, 1 << 20)
+
+# From how many bytes of a rank on an all_to_all_single of equal parts is MPI's where ranks do not
+# read each other's memory: then each byte is copied twice, and MPI copies it once.
 EXCHANGED_BY_MPI = 256 << 10
 
 _TRADES = "gather, all_to_all, all_to_all_single with splits"
 _MEMORY = "in memory that all ranks share"
+_DIRECT = "out of each other's memory"
+_DIRECT_TOO = f"{_MEMORY}, large ones {_DIRECT}"
 _MESSAGES = "MPI's calls and messages"
+_MESSAGES_IF_CROWDED = "messages, since the ranks are more than the cores"
 
 
 @cache
@@ -50,13 +68,37 @@ def lanes_from() -> dict[str, int | None]:
     return dict(_LANES_FROM_WITH_OPEN_MPI if is_open_mpi else _LANES_FROM_WITH_OTHERS)
 
 
+def direct_from(crowded: bool) -> tuple[int, int]:
+    """Return from how many bytes on ranks of a node read each other's memory. Not collective.
+
+    Args:
+        crowded: whether they are more than the cores of their node.
+
+    Returns:
+        Bytes of a rank's larger side, of what is moved and of what is reduced.
+    """
+    return _DIRECT_FROM_IF_CROWDED if crowded else _DIRECT_FROM
+
+
 def trades_in_memory(group: Group) -> bool:
     """Return whether ranks send each other parts of different sizes in memory. Not collective.
 
     There all ranks meet, also those that get nothing. Where ranks wait for cores, that takes longer
-    than messages between those that have something to send.
+    than messages between those that have something to send, unless nothing is copied twice.
     """
-    return group.state.memory is not None and not group.crowded
+    memory = group.state.memory
+    return memory is not None and (memory.reads_directly or not group.crowded)
+
+
+def exchanges_in_memory(group: Group, size: int) -> bool:
+    """Return whether parts of the same size are exchanged in memory. Not collective.
+
+    Args:
+        group: the process group.
+        size: bytes of a rank's whole input.
+    """
+    memory = group.state.memory
+    return memory is not None and (memory.reads_directly or size < EXCHANGED_BY_MPI)
 
 
 def fits_lanes(group: Group, name: str, size: int) -> bool:
@@ -83,22 +125,19 @@ class Row(NamedTuple):
     way: str
 
 
-def rows(nodes: Sequence[int], crowded: bool) -> list[Row]:
+def rows(nodes: Sequence[int], crowded: bool, is_readable: bool) -> list[Row]:
     """Return the table in force for a group of all ranks, for people. Not collective.
 
     Args:
         nodes: how many ranks share memory, for each node; 1 on each where none do.
         crowded: whether they are more than the cores of their node.
+        is_readable: whether those of a node read each other's memory.
     """
     if max(nodes) == 1:
         return [Row("all", _MESSAGES)]
     if len(nodes) == 1:
-        exchanges = f"all_to_all_single from {EXCHANGED_BY_MPI >> 10} KiB on, scatter"
-        table = [Row(exchanges, _MESSAGES)]
-        if crowded:
-            table.append(Row(_TRADES, "messages, since the ranks are more than the cores"))
-        return [*table, Row("all others", _MEMORY)]
-    table = [Row("of groups on one node", _MEMORY)]
+        return _rows_of_node(crowded, is_readable)
+    table = [Row("of groups on one node", _DIRECT_TOO if is_readable else _MEMORY)]
     if len(set(nodes)) == 1:
         table += [
             Row(f"{name} from {size >> 20} MiB on", "in lanes between the nodes")
@@ -106,3 +145,21 @@ def rows(nodes: Sequence[int], crowded: bool) -> list[Row]:
             if size is not None
         ]
     return [*table, Row("all others", _MESSAGES)]
+
+
+def _rows_of_node(crowded: bool, is_readable: bool) -> list[Row]:
+    if not is_readable:
+        exchanges = f"all_to_all_single from {EXCHANGED_BY_MPI >> 10} KiB on, scatter"
+        table = [Row(exchanges, _MESSAGES)]
+        if crowded:
+            table.append(Row(_TRADES, _MESSAGES_IF_CROWDED))
+        return [*table, Row("all others", _MEMORY)]
+    moves, sums = (size >> 10 for size in direct_from(crowded))
+    table = [Row("scatter", _MESSAGES)]
+    if crowded:
+        table.append(Row("gather", _MESSAGES_IF_CROWDED))
+    return [
+        *table,
+        Row(f"from {moves} KiB on, sums from {sums} KiB on", _DIRECT),
+        Row("all others", _MEMORY),
+    ]

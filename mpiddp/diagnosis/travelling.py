@@ -30,6 +30,7 @@ def report_memory(world: MPI.Comm) -> list[Finding]:
     if world.Get_size() == 1:
         text = f"gradients on the CPU: nothing travels in a world of one; asked for: {name}"
         return [Finding("ok", text)]
+    from mpiddp.collectives.group_memory import can_read_each_other
     from mpiddp.transports import shared_memory
 
     node = nodes.ranks_of_node(world)
@@ -43,6 +44,7 @@ def report_memory(world: MPI.Comm) -> list[Finding]:
     of_first = node.Get_size() if node.Get_rank() == 0 else 0
     node_sizes = [size for size in world.allgather(of_first) if size]
     crowded = nodes.is_crowded(node)
+    is_readable = all(world.allgather(can_read_each_other(node)))
     problems = [text for text in world.allgather(problem) if text]
     node.Free()
     what = "memory that the ranks of a node share:"
@@ -64,25 +66,40 @@ def report_memory(world: MPI.Comm) -> list[Finding]:
     else:
         used = "shared memory" if min(sizes) == world.Get_size() else "lanes between the nodes"
     gradients = Finding("ok", f"gradients on the CPU: {used} (transport {name!r})")
-    return [memory, gradients, *_collectives(node_sizes, bool(problems), crowded)]
+    return [memory, gradients, *_collectives(node_sizes, bool(problems), crowded, is_readable)]
 
 
-def _collectives(sizes: list[int], is_impossible: bool, crowded: bool) -> list[Finding]:
+def _collectives(
+    sizes: list[int], is_impossible: bool, crowded: bool, is_readable: bool
+) -> list[Finding]:
     """Return how the collectives of torch.distributed travel.
 
     Args:
         sizes: how many ranks each node has.
         is_impossible: whether those of a node share no memory.
         crowded: whether they are more than the node's cores.
+        is_readable: whether those of a node may read each other's memory.
     """
     asked = settings.COLLECTIVES.read()
     alone = asked == "messages" or is_impossible
-    table = way_table.rows([1] * len(sizes) if alone else sizes, crowded)
+    table = way_table.rows(
+        [1] * len(sizes) if alone else sizes, crowded, is_readable and asked == "memory"
+    )
     variable = f"({settings.COLLECTIVES.name}={asked})"
-    return [
+    found = [
         Finding("ok", f"collectives on the CPU, {row.collectives}: {row.way} {variable}")
         for row in table
     ]
+    if not alone and max(sizes) > 1 and asked == "memory" and not is_readable:
+        found.append(
+            Finding(
+                "warning",
+                "collectives on the CPU: ranks of a node may not read each other's memory",
+                "allow it for processes of one user (kernel.yama.ptrace_scope=0; in a container "
+                "the system call process_vm_readv); without, large ones are copied twice",
+            )
+        )
+    return found
 
 
 def report_wire(world: MPI.Comm) -> list[Finding]:

@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 from mpiddp import settings
 from mpiddp.collectives.group_memory import NodeMemory
+from mpiddp.collectives.way_table import direct_from
 from mpiddp.mpi import communicators, losses, nodes
 from mpiddp.process_group import direct_calls
 from mpiddp.process_group.call_blocks import BlockGroup, CallBlocks
@@ -47,7 +48,7 @@ def make_call_table(world: MPI.Intracomm) -> CallTable | None:
         ranks = node.allgather(world.Get_rank())
         if len(ranks) == 1:
             return None
-        memory = _node_memory(node) if settings.COLLECTIVES.read() == "memory" else None
+        memory = _node_memory(node) if settings.COLLECTIVES.read() != "messages" else None
         return CallTable(allocate_common(node, BYTES, ()), ranks, memory)
     except OSError:
         return None  # on all ranks of the node
@@ -58,7 +59,7 @@ def make_call_table(world: MPI.Intracomm) -> CallTable | None:
 def _node_memory(node: MPI.Comm) -> NodeMemory | None:
     """Return the memory for collectives, None where there is none. Collective over `node`."""
     try:
-        return NodeMemory(node)
+        return NodeMemory(node, settings.COLLECTIVES.read() == "memory")
     except OSError:
         return None  # on all its ranks
 
@@ -87,7 +88,7 @@ def share_page(
     if table is not None and len(here) > 1 and here[0] == communicator.Get_rank():
         index = table.take(len(here))
     memory = table.memory if table is not None else None
-    if settings.COLLECTIVES.read() != "memory":
+    if settings.COLLECTIVES.read() == "messages":
         memory = None
     can_share = memory is not None and bool(here) and may_have_lanes()
     told = array.array("q", [index, here[0] if can_share else -1])
@@ -100,7 +101,10 @@ def share_page(
         group.state.all_here = len(here) == len(ranks)
         if group.state.all_here and memory is not None:
             own = communicator.Get_rank()
-            group.state.memory = memory.of_group(indices[0], len(ranks), own, group.requests)
+            own_memory = memory.of_group(indices[0], len(ranks), own, group.requests)
+            if memory.is_readable and settings.COLLECTIVES.read() == "memory":
+                own_memory.read_directly(*direct_from(bool(group.requests.crowded)))
+            group.state.memory = own_memory
             direct_calls.install(group)
     if not group.state.all_here:
         group.state.blocks = CallBlocks(group, communicators.note(communicator.Dup()))

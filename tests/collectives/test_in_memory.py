@@ -24,10 +24,18 @@ pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120), pytest.mark
 SIZES = (0, 4, 32 << 10, (32 << 10) - 4, 512 << 10, (512 << 10) + 4, (2 << 20) + 12)
 
 
-@pytest.fixture(autouse=True)
-def in_memory_of_the_node() -> None:
-    if group().state.memory is None:
+@pytest.fixture(autouse=True, params=["copied", "read"])
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """All through copies in shared memory, or all read where it is."""
+    memory = group().state.memory
+    if memory is None:
         pytest.skip("the ranks share no memory")
+    before = memory.moves_from, memory.sums_from
+    if request.param == "read" and not before[0]:
+        pytest.skip("the ranks may not read each other's memory")
+    memory.read_directly(*((1, 1) if request.param == "read" else (0, 0)))
+    yield request.param
+    memory.read_directly(*before)
 
 
 def numbers(count: int, of: int) -> torch.Tensor:
@@ -228,7 +236,8 @@ def test_what_has_other_sizes_on_each_rank_goes_by_messages() -> None:
 class TestSizesThatDiffer:
     """Each rank has another size for each; the largest say how many rounds there are.
 
-    Where the ranks are more than the cores, these go by messages.
+    Where the ranks are more than the cores, these go by messages, unless they read each other's
+    memory.
     """
 
     @pytest.fixture(params=[False, True], ids=["cores enough", "crowded"], autouse=True)
@@ -285,14 +294,14 @@ class TestSizesThatDiffer:
             assert all(map(torch.equal, outputs, expected))
 
     def test_messages_are_sent_where_cores_are_few(
-        self, count: int, crowded: bool, monkeypatch: pytest.MonkeyPatch
+        self, count: int, crowded: bool, way: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         sent = []
         send = point_to_point.send_bytes
         monkeypatch.setattr(point_to_point, "send_bytes", lambda *a: sent.append(a) or send(*a))
         self.test_all_to_all(count)
         self.test_all_gather(count)
-        assert bool(sent) is crowded
+        assert bool(sent) is (crowded and way == "copied")
         self.test_gather_and_scatter(count)  # which scatters by messages
 
 

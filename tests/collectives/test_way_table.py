@@ -18,18 +18,29 @@ def test_nodes_of_a_group() -> None:
 
 
 def test_rows() -> None:
-    ways = [row.way for row in way_table.rows([2], False)]
+    scatter, direct, memory = way_table.rows([2], False, True)
+    assert scatter == ("scatter", "MPI's calls and messages")
+    assert direct == ("from 128 KiB on, sums from 256 KiB on", "out of each other's memory")
+    assert memory == ("all others", "in memory that all ranks share")
+    _, gather, direct, _ = way_table.rows([4], True, True)
+    assert gather.collectives == "gather"
+    assert direct.collectives == "from 256 KiB on, sums from 1024 KiB on"
+
+
+def test_rows_where_ranks_may_not_read_each_other() -> None:
+    ways = [row.way for row in way_table.rows([2], False, False)]
     assert ways == ["MPI's calls and messages", "in memory that all ranks share"]
-    exchanges, messages, memory = way_table.rows([4], True)
+    exchanges, messages, memory = way_table.rows([4], True, False)
     assert exchanges.collectives == "all_to_all_single from 256 KiB on, scatter"
     assert messages.collectives == "gather, all_to_all, all_to_all_single with splits"
     assert messages.way.startswith("messages")
     assert memory.collectives == "all others"
-    alone, *lanes, others = way_table.rows([2, 2], False)
-    assert alone.collectives == "of groups on one node"
+    alone, *lanes, others = way_table.rows([2, 2], False, False)
+    assert alone == ("of groups on one node", "in memory that all ranks share")
+    assert "large ones" in way_table.rows([2, 2], False, True)[0].way
     used = [size for size in way_table.lanes_from().values() if size is not None]
     assert len(lanes) == len(used) >= 3
     assert "reduce_scatter from 1 MiB on" in [row.collectives for row in lanes]
     assert others.way == "MPI's calls and messages"
-    assert len(way_table.rows([3, 2], False)) == 2
-    assert way_table.rows([1, 1], False) == [("all", "MPI's calls and messages")]
+    assert len(way_table.rows([3, 2], False, True)) == 2
+    assert way_table.rows([1, 1], False, True) == [("all", "MPI's calls and messages")]

@@ -94,7 +94,11 @@ def test_what_each_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
         settings.TRANSPORT: {"auto": "auto", "shared": "shared", "mpi": "mpi"},
         settings.DEVICE_TRANSPORT: {name: name for name in ("auto", "staging", "device", "ring")},
         settings.WIRE: {name: name for name in ("auto", "direct", "two-level", "iallreduce")},
-        settings.COLLECTIVES: {"memory": "memory", "messages": "messages"},
+        settings.COLLECTIVES: {
+            "memory": "memory",
+            "copies": "copies",
+            "messages": "messages",
+        },
         settings.PROGRESS_THREAD: {"0": False, "1": True},
         settings.KERNELS: {"": None, "plain": "plain"},
         settings.DEBUG: {"0": 0, "1": 1, "100": 100},

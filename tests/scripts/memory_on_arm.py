@@ -103,9 +103,8 @@ def in_memory(group: Any, count: int, dtype: np.dtype, number: int) -> None:
     check(total, np.full(count, sum(10 * of + RANK for of in range(SIZE)), dtype))
     uneven = [np.full(to + 1, RANK, np.float64) for to in range(SIZE)]
     taken = [np.full(RANK + 1, of, np.float64) for of in range(SIZE)]
-    others = [np.where(of == RANK, 1.0, 0.0) * taken[of] for of in range(SIZE)]
-    sizes = [0 if to == RANK else uneven[to].nbytes for to in range(SIZE)]
-    sizes += [0 if of == RANK else taken[of].nbytes for of in range(SIZE)]
+    others = [np.zeros_like(each) for each in taken]
+    sizes = [each.nbytes for each in uneven + taken]
     wait(group.trade(addresses(uneven), addresses(others), sizes, (uneven, others)))
     check(others, taken)
     wait(group.meet())

@@ -1,0 +1,1 @@
+# Nothing for Python: group_memory cimports this.
