@@ -481,17 +481,17 @@ cdef class MemoryPending:
         """Raise what has kept this rank from its result."""
         cdef int failure = self.job_state.failure
         if failure:
-            raise OSError(
-                failure, f"rank {self.group.state.rank} of the group could not copy a tensor out "
-                f"of another rank's memory or into it ({os.strerror(failure)}). What lies in "
-                "memory of a device cannot be copied so: set MPIDDP_COLLECTIVES=copies")
+            raise RuntimeError(
+                f"rank {self.group.state.rank} of the group could not copy a tensor out of another "
+                f"rank's memory or into it ({os.strerror(failure)}). What lies in memory of a "
+                "device cannot be copied so: set MPIDDP_COLLECTIVES=copies")
         return 0
 
     def test(self):
         """Take a step of progress; return whether it has ended. Not collective.
 
         Raises:
-            OSError: this rank could not read another one's tensor.
+            RuntimeError: this rank could not read another one's tensor.
         """
         if not self.done:
             if is_child():
@@ -515,8 +515,7 @@ cdef class MemoryPending:
         What the process is stopped for does not count, see Note [Running time].
 
         Raises:
-            OSError: this rank could not read another one's tensor.
-            RuntimeError: a rank of the node was lost.
+            RuntimeError: this rank could not read another one's tensor, or a rank was lost.
             KeyboardInterrupt: or whatever else a signal handler raises.
         """
         cdef double looked, running, limit
