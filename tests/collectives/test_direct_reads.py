@@ -106,6 +106,7 @@ def test_sums_have_the_bits_of_copied_ones(
 
 
 @ranks
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["all_gather", "reduce"])
 def test_ranks_that_have_given_up_are_left_alone(name: str, part: Any) -> None:
     """The last rank is stopped when it has begun, and goes on when the others have given up.
