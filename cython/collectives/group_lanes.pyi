@@ -2,7 +2,7 @@ from collections.abc import Sequence
 
 from mpi4py import MPI
 
-from mpiddp.collectives.group_memory import NodeMemory
+from mpiddp.collectives.node_memory import NodeMemory
 from mpiddp.engine.requests import Requests
 from mpiddp.transports.choice import WirePlan
 

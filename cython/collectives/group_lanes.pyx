@@ -10,12 +10,13 @@ from libc.stdlib cimport calloc, free, malloc
 
 from mpi4py.libmpi cimport MPI_REQUEST_NULL, MPI_Comm
 
-from mpiddp.collectives.group_memory cimport NodeMemory, addresses_of, clear_regions
+from mpiddp.collectives.group_memory cimport addresses_of, clear_regions
 from mpiddp.collectives.lane_jobs cimport BEGINS, TRAVELS, LaneState, Stream, advance
 from mpiddp.collectives.memory_jobs cimport (
     GATHER_ALL, HALF_BYTES, HEAD_BYTES, MOST_RANKS, REDUCE_ALL, REDUCE_PARTS, REGION_BYTES, SPREAD,
     STREAM_BYTES, STREAMS,
 )
+from mpiddp.collectives.node_memory cimport NodeMemory
 from mpiddp.engine.engine cimport WAIT_DONE, look_if_due
 from mpiddp.engine.forks cimport is_child
 from mpiddp.engine.interface cimport Transport

@@ -6,12 +6,8 @@ from mpiddp.transports.shared_memory cimport Mapping
 
 cdef char **addresses_of(addresses, size_t ranks) except NULL
 cdef void clear_regions(char *regions, size_t ranks) noexcept
-
-
-cdef class NodeMemory:
-    cdef Mapping mapping
-    cdef readonly Py_ssize_t ranks
-    cdef readonly bint is_readable
+cdef GroupMemory make_group(
+    Mapping mapping, char *regions, unsigned int ranks, unsigned int rank, requests)
 
 
 cdef class GroupMemory:

@@ -1,28 +1,13 @@
 from collections.abc import Sequence
 
-from mpi4py import MPI
-
-from mpiddp.engine.requests import Requests
-
-GROUPS: int
 NO_ELEMENT: int
-
-def can_read_each_other(node: MPI.Comm) -> bool: ...
-
-class NodeMemory:
-    ranks: int
-    is_readable: bool
-    def __init__(self, node: MPI.Comm, tries: bool = True) -> None: ...
-    def of_group(self, index: int, ranks: int, rank: int, requests: Requests) -> GroupMemory: ...
 
 class GroupMemory:
     at_once: bool
     @property
     def reads_directly(self) -> bool: ...
     @property
-    def moves_from(self) -> int: ...
-    @property
-    def sums_from(self) -> int: ...
+    def direct_from(self) -> tuple[int, int]: ...
     def read_directly(self, moves_from: int, sums_from: int) -> None: ...
     @property
     def address(self) -> int: ...

@@ -21,9 +21,9 @@ from cpython.exc cimport PyErr_CheckSignals
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from mpiddp.collectives.direct_jobs cimport advance, goes_directly, leave, read_memory
+from mpiddp.collectives.direct_jobs cimport advance, goes_directly, leave
 from mpiddp.collectives.memory_jobs cimport (
-    EXCHANGE, FILL, GATHER_ALL, HEAD_BYTES, MEET, MOST_RANKS, REDUCE_ALL, REDUCE_PARTS,
+    EXCHANGE, FILL, GATHER_ALL, HEAD_BYTES, MEET, REDUCE_ALL, REDUCE_PARTS,
     REDUCE_TO_ROOT, REGION_BYTES, SPREAD, TRADE, MemoryState, has_shown_all,
 )
 from mpiddp.engine.engine cimport WAIT_DONE, look_if_due
@@ -33,16 +33,14 @@ from mpiddp.system.posix cimport load, now, peek, sleep_for
 from mpiddp.system.running_time cimport look
 from mpiddp.system.waiting cimport SPIN, give_way
 from mpiddp.transports.shared cimport Bell, load32, sleep_on
+from mpiddp.transports.shared_memory cimport Mapping
 from mpiddp.engine.forks import check as check_process
-from mpiddp.transports.shared_memory import allocate_common
 
 
 cdef extern from "<sys/mman.h>" nogil:
     int madvise(void *, size_t, int)
     const int MADV_REMOVE
 
-# How many groups there may be at a time; more do without.
-GROUPS = 1024
 # What the kernels have no element type for.
 NO_ELEMENT = -1
 
@@ -86,79 +84,29 @@ cdef void clear_regions(char *regions, size_t ranks) noexcept:
         memset(regions, 0, ranks * REGION_BYTES)
 
 
-def can_read_each_other(node):
-    """Return whether the ranks of a node may read each other's memory; the same on all.
-
-    Collective over `node`, an mpi4py communicator.
-    """
-    cdef unsigned long long own = int.from_bytes(os.urandom(8), "little")
-    cdef unsigned long long seen
-    cdef bint result = True
-    told = node.allgather((os.getpid(), <size_t>&own, own))
-    for process, address, number in told:
-        seen = 0
-        if read_memory(process, <char *><size_t>address, <char *>&seen, sizeof(seen)):
-            result = False
-        elif seen != number:
-            result = False      # another process, of a namespace of this rank's own
-    return all(node.allgather(result))
-
-
-cdef class NodeMemory:
-    """Room for the groups of a node.
-
-    Collective over `node`.
-
-    Args:
-        node: an mpi4py communicator whose ranks share memory; it is not needed afterwards.
-        tries: whether to try if the ranks can read each other's memory.
-
-    Attributes:
-        ranks: how many share it.
-        is_readable: whether they can.
-
-    Raises:
-        OSError: the ranks cannot share memory; raised on all ranks.
-    """
-
-    def __init__(self, node, bint tries=True):
-        self.ranks = node.Get_size()
-        if self.ranks > MOST_RANKS:
-            raise OSError(f"there is room for {MOST_RANKS} ranks of a node, not {self.ranks}")
-        self.mapping = allocate_common(node, GROUPS * self.ranks * REGION_BYTES, ())
-        # No tensor lies there: forked children need none of it.
-        self.mapping.segment.given_out = False
-        self.is_readable = tries and can_read_each_other(node)
-
-    def of_group(self, Py_ssize_t index, Py_ssize_t ranks, Py_ssize_t rank, requests):
-        """Return what a group has of it. Not collective.
-
-        Args:
-            index: of the group, the same on all its ranks and on no other group's; below `GROUPS`.
-            ranks: how many the group has, all of this node.
-            rank: this one, in the group.
-            requests: those of the process, and its engine.
-        """
-        cdef GroupMemory group = GroupMemory.__new__(GroupMemory)
-        assert 0 <= index < GROUPS and 0 <= rank < ranks <= self.ranks
-        group.mapping = self.mapping
-        group.engine = requests.engine
-        group.requests = requests
-        group.under_way = []
-        group.state.regions = self.mapping.address + <size_t>(index * self.ranks) * REGION_BYTES
-        group.state.bell = <Bell *>(group.state.regions + HEAD_BYTES - sizeof(Bell))
-        group.state.ranks = ranks
-        group.state.rank = rank
-        group.state.requests = <Transport *><size_t>requests.address
-        group.state.transport.advance = advance
-        group.state.transport.finished = finished
-        group.state.transport.take_ticket = take_ticket
-        group.state.transport.sleep = sleep
-        group.state.transport.call = "the wait in the node's memory"
-        group.state.transport.quiet = True
-        group.state.transport.wants_thread = True
-        group.state.transport.crowded = requests.crowded
-        return group
+cdef GroupMemory make_group(
+    Mapping mapping, char *regions, unsigned int ranks, unsigned int rank, requests
+):
+    """Return a group whose first rank's region is there."""
+    cdef GroupMemory group = GroupMemory.__new__(GroupMemory)
+    group.mapping = mapping
+    group.engine = requests.engine
+    group.requests = requests
+    group.under_way = []
+    group.state.regions = regions
+    group.state.bell = <Bell *>(regions + HEAD_BYTES - sizeof(Bell))
+    group.state.ranks = ranks
+    group.state.rank = rank
+    group.state.requests = <Transport *><size_t>requests.address
+    group.state.transport.advance = advance
+    group.state.transport.finished = finished
+    group.state.transport.take_ticket = take_ticket
+    group.state.transport.sleep = sleep
+    group.state.transport.call = "the wait in the node's memory"
+    group.state.transport.quiet = True
+    group.state.transport.wants_thread = True
+    group.state.transport.crowded = requests.crowded
+    return group
 
 
 cdef class GroupMemory:
@@ -177,14 +125,9 @@ cdef class GroupMemory:
         return self.state.moves_from != 0
 
     @property
-    def moves_from(self):
-        """See `read_directly`."""
-        return self.state.moves_from
-
-    @property
-    def sums_from(self):
-        """See `read_directly`."""
-        return self.state.sums_from
+    def direct_from(self):
+        """From how many bytes on they do, see `read_directly`."""
+        return self.state.moves_from, self.state.sums_from
 
     def read_directly(self, size_t moves_from, size_t sums_from):
         """Let long ones read the other ranks' memory, which must be readable. Not collective.

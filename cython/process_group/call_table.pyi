@@ -3,7 +3,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from mpiddp.collectives.group_lanes import GroupLanes
-from mpiddp.collectives.group_memory import GroupMemory, NodeMemory
+from mpiddp.collectives.group_memory import GroupMemory
+from mpiddp.collectives.node_memory import NodeMemory
 from mpiddp.transports.shared_memory import Mapping
 
 BYTES: int

@@ -30,7 +30,7 @@ def report_memory(world: MPI.Comm) -> list[Finding]:
     if world.Get_size() == 1:
         text = f"gradients on the CPU: nothing travels in a world of one; asked for: {name}"
         return [Finding("ok", text)]
-    from mpiddp.collectives.group_memory import can_read_each_other
+    from mpiddp.collectives.node_memory import can_read_each_other
     from mpiddp.transports import shared_memory
 
     node = nodes.ranks_of_node(world)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from mpi4py import MPI
 
 from mpiddp import settings
-from mpiddp.collectives.group_memory import NodeMemory
+from mpiddp.collectives.node_memory import NodeMemory
 from mpiddp.collectives.way_table import direct_from
 from mpiddp.mpi import communicators, losses, nodes
 from mpiddp.process_group import direct_calls

@@ -17,7 +17,7 @@ from mpiddp.transports.choice import WirePlan, plan_wire
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpiddp.collectives.group_memory import NodeMemory
+    from mpiddp.collectives.node_memory import NodeMemory
     from mpiddp.engine.requests import Requests
 
 __all__ = ["equal_nodes", "make_lanes", "may_have_lanes"]

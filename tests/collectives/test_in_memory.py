@@ -30,7 +30,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
     memory = group().state.memory
     if memory is None:
         pytest.skip("the ranks share no memory")
-    before = memory.moves_from, memory.sums_from
+    before = memory.direct_from
     if request.param == "read" and not before[0]:
         pytest.skip("the ranks may not read each other's memory")
     memory.read_directly(*((1, 1) if request.param == "read" else (0, 0)))

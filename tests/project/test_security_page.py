@@ -22,7 +22,7 @@ PAGE = " ".join((DOCS / "reference" / "security.md").read_text(encoding="utf-8")
 KINDS = {
     "sockets": r"socket\.socket|socketpair|create_server|create_connection|fromfd|listen",
     "memory": r"memfd_create|memory_files\.create|shm_open|SharedMemory|mmap\.mmap|mmap",
-    "processes": r"process_vm_\w+",
+    "processes": r"read_process|write_process",
     "files": (
         r"mkdir|makedirs|mkdtemp|mkstemp|mkfifo|\w*Temporary\w*|touch|write_text|write_bytes|"
         r"symlink_to|os\.symlink|os\.link|os\.replace|torch\.save|open\(to write\)"

@@ -38,7 +38,7 @@ sys.modules["mpiddp"] = package
 from mpi4py import MPI  # noqa: E402
 
 from mpiddp.collectives.group_lanes import GroupLanes  # noqa: E402
-from mpiddp.collectives.group_memory import NodeMemory  # noqa: E402
+from mpiddp.collectives.node_memory import NodeMemory  # noqa: E402
 from mpiddp.engine.engine import Engine  # noqa: E402
 from mpiddp.engine.requests import Requests  # noqa: E402
 from mpiddp.system import kernels  # noqa: E402

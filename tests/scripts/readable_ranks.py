@@ -7,7 +7,7 @@ import os
 
 from mpi4py import MPI
 
-from mpiddp.collectives.group_memory import can_read_each_other
+from mpiddp.collectives.node_memory import can_read_each_other
 
 world = MPI.COMM_WORLD
 answers = [can_read_each_other(world)]
