@@ -5,7 +5,7 @@ from mpiddp.engine.requests import Requests
 
 GROUPS: int
 
-def can_read_each_other(node: MPI.Comm) -> bool: ...
+def can_read_each_other(node: MPI.Comm, tries: bool = True) -> bool: ...
 
 class NodeMemory:
     ranks: int

@@ -11,14 +11,18 @@ from mpiddp.transports.shared_memory import allocate_common
 GROUPS = 1024
 
 
-def can_read_each_other(node):
-    """Return whether the ranks of a node may read each other's memory; the same on all.
+def can_read_each_other(node, bint tries=True):
+    """Return whether the ranks of a node can read each other's memory; the same on all.
 
-    Collective over `node`, an mpi4py communicator.
+    Collective over `node`.
+
+    Args:
+        node: an mpi4py communicator of ranks that share memory.
+        tries: whether this rank is to try; if one is not, none can.
     """
     cdef unsigned long long own = int.from_bytes(os.urandom(8), "little")
     cdef unsigned long long seen
-    cdef bint result = True
+    cdef bint result = tries
     told = node.allgather((os.getpid(), <size_t>&own, own))
     for process, address, number in told:
         seen = 0
@@ -36,7 +40,7 @@ cdef class NodeMemory:
 
     Args:
         node: an mpi4py communicator whose ranks share memory; it is not needed afterwards.
-        tries: whether to try if the ranks can read each other's memory.
+        tries: see `can_read_each_other`.
 
     Attributes:
         ranks: how many share it.
@@ -53,7 +57,7 @@ cdef class NodeMemory:
         self.mapping = allocate_common(node, GROUPS * self.ranks * REGION_BYTES, ())
         # No tensor lies there: forked children need none of it.
         self.mapping.segment.given_out = False
-        self.is_readable = tries and can_read_each_other(node)
+        self.is_readable = can_read_each_other(node, tries)
 
     def of_group(self, Py_ssize_t index, Py_ssize_t ranks, Py_ssize_t rank, requests):
         """Return what a group has of it. Not collective.

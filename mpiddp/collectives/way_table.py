@@ -10,6 +10,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
+from mpiddp import settings
+
 if TYPE_CHECKING:
     from mpiddp.collectives.operation import Group
 
@@ -22,6 +26,7 @@ __all__ = [
     "lanes_from",
     "rows",
     "trades_in_memory",
+    "tries_to_read",
 ]
 
 _LANES_FROM_WITH_OPEN_MPI: dict[str, int | None] = {
@@ -66,6 +71,15 @@ def lanes_from() -> dict[str, int | None]:
 
     is_open_mpi = MPI.get_vendor()[0] == "Open MPI"
     return dict(_LANES_FROM_WITH_OPEN_MPI if is_open_mpi else _LANES_FROM_WITH_OTHERS)
+
+
+def tries_to_read() -> bool:
+    """Return whether this rank tries to read other ranks' memory. Not collective.
+
+    Where there are GPUs it does not: collectives then also have tensors in pinned memory, of which
+    it has not been tried whether Linux copies it so.
+    """
+    return settings.COLLECTIVES.read() == "memory" and torch.cuda.device_count() == 0
 
 
 def direct_from(crowded: bool) -> tuple[int, int]:

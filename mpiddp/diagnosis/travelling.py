@@ -44,7 +44,7 @@ def report_memory(world: MPI.Comm) -> list[Finding]:
     of_first = node.Get_size() if node.Get_rank() == 0 else 0
     node_sizes = [size for size in world.allgather(of_first) if size]
     crowded = nodes.is_crowded(node)
-    is_readable = all(world.allgather(can_read_each_other(node)))
+    is_readable = all(world.allgather(can_read_each_other(node, way_table.tries_to_read())))
     problems = [text for text in world.allgather(problem) if text]
     node.Free()
     what = "memory that the ranks of a node share:"
@@ -82,15 +82,13 @@ def _collectives(
     """
     asked = settings.COLLECTIVES.read()
     alone = asked == "messages" or is_impossible
-    table = way_table.rows(
-        [1] * len(sizes) if alone else sizes, crowded, is_readable and asked == "memory"
-    )
+    table = way_table.rows([1] * len(sizes) if alone else sizes, crowded, is_readable)
     variable = f"({settings.COLLECTIVES.name}={asked})"
     found = [
         Finding("ok", f"collectives on the CPU, {row.collectives}: {row.way} {variable}")
         for row in table
     ]
-    if not alone and max(sizes) > 1 and asked == "memory" and not is_readable:
+    if not alone and max(sizes) > 1 and way_table.tries_to_read() and not is_readable:
         found.append(
             Finding(
                 "warning",

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from mpiddp import settings
 from mpiddp.collectives.node_memory import NodeMemory
-from mpiddp.collectives.way_table import direct_from
+from mpiddp.collectives.way_table import direct_from, tries_to_read
 from mpiddp.mpi import communicators, losses, nodes
 from mpiddp.process_group import direct_calls
 from mpiddp.process_group.call_blocks import BlockGroup, CallBlocks
@@ -59,7 +59,7 @@ def make_call_table(world: MPI.Intracomm) -> CallTable | None:
 def _node_memory(node: MPI.Comm) -> NodeMemory | None:
     """Return the memory for collectives, None where there is none. Collective over `node`."""
     try:
-        return NodeMemory(node, settings.COLLECTIVES.read() == "memory")
+        return NodeMemory(node, tries_to_read())
     except OSError:
         return None  # on all its ranks
 

@@ -1,5 +1,8 @@
 """Which way a collective takes, and what the doctor says of it."""
 
+import pytest
+import torch
+
 from mpiddp.collectives import way_table
 from mpiddp.process_group.node_lanes import equal_nodes
 
@@ -44,3 +47,11 @@ def test_rows_where_ranks_may_not_read_each_other() -> None:
     assert others.way == "MPI's calls and messages"
     assert len(way_table.rows([3, 2], False, True)) == 2
     assert way_table.rows([1, 1], False, True) == [("all", "MPI's calls and messages")]
+
+
+def test_where_torch_sees_a_gpu_nothing_is_read_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPIDDP_COLLECTIVES", "memory")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert way_table.tries_to_read()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert not way_table.tries_to_read()
