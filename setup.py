@@ -1,12 +1,19 @@
-"""Compile cython/ROOM/*.pyx into the package mpiddp, with the MPI compiler of the environment.
+"""Compile cython/ROOM/*.pyx into the package mpiddp, and what calls MPI with an MPI compiler.
 
 What a package is and needs stands in pyproject.toml. Here is only what that file cannot
-say: which compiler, which build directory, and that sources in cython/ are modules of
+say: which compilers, which build directory, and that sources in cython/ are modules of
 mpiddp.
+
+One small file is compiled for a binary interface of MPI: that of the mpicc of the environment.
+With WHEEL_MPICC, several compilers with ":" between them, it is compiled for each, and linked to
+no MPI: that makes a wheel for all of them (`make wheel`). Everything else knows no MPI. See Note
+[MPI through one door] in cython/mpi/calls.h.
 """
 
+import fcntl
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -32,7 +39,13 @@ CYTHON_DIRECTIVES = {
     "embedsignature": True,
 }
 
+# For the file that calls MPI. It needs no function of the library, so the linker would drop that.
+# It is named, so that it is found where only its compiler knows it.
+INTERFACE_ARGS = ["-std=gnu11", "-O2", "-fPIC"]
+INTERFACE_LINK_ARGS = ["-shared", "-Wl,--no-as-needed"]
+
 SOURCES = Path("cython")
+INTERFACE = SOURCES / "mpi" / "binary_interface.c"
 BUILD_ROOT = Path("build")
 PACKAGE = "mpiddp"
 ROOMS = sorted(path.parent.name for path in Path(PACKAGE).glob("*/__init__.py"))
@@ -81,24 +94,48 @@ def find_mpicc():
     return [found]
 
 
-def identify(mpicc):
-    """Return a name for a build: another one for another MPI, version of it or setup.py."""
+def find_compilers():
+    """Return the MPI compilers, each as a list, and whether the result is for other machines."""
+    named = os.environ.get("WHEEL_MPICC")
+    if not named:
+        return [find_mpicc()], False
+    compilers = [shlex.split(one) for one in named.split(os.pathsep)]
+    for command in compilers:
+        if not shutil.which(command[0]):
+            sys.exit(NO_MPICC.format(reason=f"{command[0]} of WHEEL_MPICC is not a program"))
+    return compilers, True
+
+
+def find_cc(mpicc):
+    """Return the C compiler for what knows no MPI: $CC, else Python's, else the MPI's."""
+    named = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
+    command = shlex.split(named)
+    return command if shutil.which(command[0]) else mpicc
+
+
+def preprocess(mpicc):
+    """Return what an MPI compiler makes of the headers: all of it, and the interface's name."""
     BUILD_ROOT.mkdir(exist_ok=True)
     # A file, not a pipe: not every compiler behind mpicc preprocesses its stdin.
     probe = BUILD_ROOT / f"probe-{os.getpid()}.c"
-    probe.write_text("#include <mpi.h>\nOMPI_RELEASE_VERSION MPICH_VERSION MPI_VERSION\n")
-    command = [*mpicc, "-E", str(probe)]
+    probe.write_text('#include <mpi.h>\n#include "which_mpi.h"\nWHICH MPIDDP_INTERFACE\n')
+    command = [*mpicc, "-E", f"-I{INTERFACE.parent}", str(probe)]
     try:
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
         )
     finally:
         probe.unlink()
-    if done.returncode != 0:
+    found = re.search(r'^WHICH "(\w+)"', done.stdout, re.MULTILINE)
+    if done.returncode != 0 or found is None:
         sys.exit(BROKEN_MPICC.format(command=shlex.join(command), output=done.stdout.strip()))
     # The text holds the paths of the headers as well as their contents.
-    text = done.stdout.replace(probe.name, "probe.c") + Path(__file__).read_text()
-    return "mpi-" + hashlib.sha256(text.encode()).hexdigest()[:12]
+    return done.stdout.replace(probe.name, "probe.c"), found[1]
+
+
+def name_of(*parts):
+    """Return a short name for what is made of these texts."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
 def check_python():
@@ -112,18 +149,19 @@ def check_python():
 
 
 class Build(build):
-    """Build everything below build/mpi-..., one directory for each MPI.
-
-    Objects compiled against one MPI must never be linked into a build for another.
-    """
+    """Build everything below build/python-..., one directory for each Python and C compiler."""
 
     def finalize_options(self):
-        """Choose the compiler and with it the directory."""
+        """Choose the compilers and with them the directory."""
         self.missing = None
         try:
-            self.mpicc = find_mpicc()
+            self.mpi_compilers, self.portable = find_compilers()
             check_python()
-            self.build_base = str(BUILD_ROOT / identify(self.mpicc))
+            self.cc = find_cc(self.mpi_compilers[0])
+            kind = name_of(
+                Path(__file__).read_text(), sys.version, sysconfig.get_config_var("SOABI"), *self.cc
+            )
+            self.build_base = str(BUILD_ROOT / f"python-{kind}")
         except SystemExit as missing:
             # Metadata and sdist come here too and need no compiler: run() says what is missing.
             self.missing = missing
@@ -132,6 +170,10 @@ class Build(build):
     def run(self):
         """Build, or say what is missing before anything else is printed."""
         self.require_compiler()
+        # For two MPIs at a time, it may be the same directory. Held until this process has ended.
+        Path(self.build_base).mkdir(parents=True, exist_ok=True)
+        self.lock = os.open(Path(self.build_base, "lock"), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC)
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
         super().run()
 
     def require_compiler(self):
@@ -159,6 +201,7 @@ class BuildPy(build_py):
         package = Path(self.build_lib, PACKAGE)
         for old in package.rglob("*"):
             source = Path(SOURCES, old.relative_to(package).parent, old.name.partition(".")[0])
+            # What calls MPI has no .pyx: it is copied again.
             if old.is_file() and (old.suffix != ".so" or not source.with_suffix(".pyx").exists()):
                 old.unlink()
         super().run()
@@ -168,7 +211,7 @@ class BuildPy(build_py):
 
 
 class BuildExt(build_ext):
-    """Translate with Cython, then compile and link with mpicc, on all cores."""
+    """Translate with Cython, compile on all cores, and compile what calls MPI."""
 
     def finalize_options(self):
         """Compile as many modules at once as there are cores, unless told otherwise."""
@@ -182,18 +225,18 @@ class BuildExt(build_ext):
 
     def run(self):
         """Compile every cython/ROOM/*.pyx."""
-        # Here and not at the top: metadata and sdist need neither Cython nor mpi4py.
+        # Here and not at the top: metadata and sdist need no Cython.
         from Cython import __version__ as cython_version
         from Cython.Build import cythonize
         from Cython.Compiler.Errors import CompileError
 
         built = self.get_finalized_command("build")
         built.require_compiler()
-        # distutils takes both commands from the environment. Wrappers add the headers, the
-        # libraries and the run path of their MPI by themselves.
-        mpicc = shlex.join(built.mpicc)
-        os.environ["CC"] = mpicc
-        os.environ["LDSHARED"] = f"{mpicc} -shared"
+        # distutils takes both commands from the environment.
+        os.environ["CC"] = shlex.join(built.cc)
+        os.environ.setdefault("LDSHARED", f"{shlex.join(built.cc)} -shared")
+        for mpicc in built.mpi_compilers:
+            self.compile_interface(mpicc)
 
         # The modules cimport each other as mpiddp.ROOM.NAME, and Cython looks for those files
         # in folders of these names. They must have an __init__: Cython prefers folders that
@@ -224,6 +267,36 @@ class BuildExt(build_ext):
             extension.sources = sources[extension.name]
         super().run()
 
+    def build_extensions(self):
+        """Compile without debug information, which takes time and is most of what is installed."""
+        if "-g" not in shlex.split(os.environ.get("CFLAGS", "")):
+            command = self.compiler.compiler_so
+            self.compiler.compiler_so = [word for word in command if word != "-g"]
+        super().build_extensions()
+
+    def compile_interface(self, mpicc):
+        """Compile the file that calls MPI with one MPI compiler, unless it has been."""
+        built = self.get_finalized_command("build")
+        headers, interface = preprocess(mpicc)
+        texts = [path.read_text() for path in sorted(INTERFACE.parent.glob("*.[ch]"))]
+        kind = name_of(headers, str(built.portable), *mpicc, *built.cc, *texts)
+        made = Path(built.build_base, f"calls-{interface}-{kind}.so")
+        if not made.exists():
+            # Under another name until it is whole.
+            part = made.with_suffix(f".{os.getpid()}")
+            if built.portable:
+                # With a compiler that knows no MPI's libraries and run path.
+                self.spawn([*mpicc, *INTERFACE_ARGS, "-c", str(INTERFACE), "-o", f"{part}.o"])
+                self.spawn([*built.cc, "-shared", "-s", f"{part}.o", "-o", str(part)])
+                os.unlink(f"{part}.o")
+            else:
+                arguments = [*INTERFACE_ARGS, *INTERFACE_LINK_ARGS, str(INTERFACE)]
+                self.spawn([*mpicc, *arguments, "-o", str(part)])
+            part.rename(made)
+        folder = Path(self.build_lib, PACKAGE, INTERFACE.parent.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(made, folder / f"calls-{interface}.so")
+
 
 def extensions():
     """Return one extension for each cython/ROOM/*.pyx."""
@@ -232,7 +305,7 @@ def extensions():
         Extension(
             f"{PACKAGE}.{path.parent.name}.{path.stem}",
             [str(path)],
-            include_dirs=[str(path.parent)],
+            include_dirs=[str(path.parent), str(INTERFACE.parent)],
             depends=headers,
             extra_compile_args=COMPILE_ARGS,
             extra_link_args=LINK_ARGS,

@@ -18,11 +18,11 @@ if not _hand_over(__path__[0]):  # else the installed package is in the place of
     import sys as _sys
     from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-    from mpiddp.mpi.compatibility import check_loaded_library as _check_loaded_library
+    from mpiddp.mpi.compatibility import call_mpi_of_mpi4py as _call_mpi_of_mpi4py
     from mpiddp.torch_internals.versions import check_torch as _check_torch
 
     try:
-        _check_loaded_library()
+        _call_mpi_of_mpi4py()
         _check_torch()
     except ImportError as _error:
         # Python imports the package before the module that -m names, which so cannot say it.

@@ -110,7 +110,7 @@ def _changed_cython(folder: Path, installed: Path) -> Iterator[str]:
     made = min(path.stat().st_mtime for path in installed.glob("*/*.so"))
     for path in sorted(sources.glob("*/*.*")):
         name = path.relative_to(sources)
-        if path.suffix in (".pyx", ".h"):
+        if path.suffix in (".pyx", ".c", ".h"):
             same = path.stat().st_mtime <= made
         else:
             same = _same(path, installed / name)

@@ -8,8 +8,6 @@ from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport uint32_t
 from libc.stdlib cimport calloc, free, malloc
 
-from mpi4py.libmpi cimport MPI_REQUEST_NULL, MPI_Comm
-
 from mpiddp.collectives.group_memory cimport addresses_of, clear_regions
 from mpiddp.collectives.lane_jobs cimport BEGINS, TRAVELS, LaneState, Stream, advance
 from mpiddp.collectives.memory_jobs cimport (
@@ -20,6 +18,7 @@ from mpiddp.collectives.node_memory cimport NodeMemory
 from mpiddp.engine.engine cimport WAIT_DONE, look_if_due
 from mpiddp.engine.forks cimport is_child
 from mpiddp.engine.interface cimport Transport
+from mpiddp.mpi.calls cimport MPI_Comm, mpi
 from mpiddp.system.posix cimport load, now, peek
 from mpiddp.system.running_time cimport look
 from mpiddp.transports.shared cimport Bell, load32, sleep_on
@@ -116,7 +115,7 @@ cdef class GroupLanes:
         for number in range(STREAMS):
             stream = &self.state.streams[number]
             stream.step = BEGINS
-            stream.request = MPI_REQUEST_NULL
+            stream.request = mpi.request_null
             stream.room = self.rooms + 2 * number * HALF_BYTES
             stream.other_room = stream.room + HALF_BYTES
             stream.memory.regions = (

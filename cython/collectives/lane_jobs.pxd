@@ -2,10 +2,9 @@
 
 from libc.stdint cimport uint32_t
 
-from mpi4py.libmpi cimport MPI_Comm, MPI_Request
-
 from mpiddp.collectives.memory_jobs cimport STREAMS, MemoryJob, MemoryState
 from mpiddp.engine.interface cimport Advance, Job, Transport
+from mpiddp.mpi.calls cimport MPI_Comm, MPI_Request
 from mpiddp.transports.wire cimport WireState
 
 

@@ -25,11 +25,6 @@ Sums are made in order of rank within a node, and then of nodes: all ranks get t
 from libc.stdint cimport uint32_t
 from libc.string cimport memcpy
 
-from mpi4py.libmpi cimport (
-    MPI_BYTE, MPI_REQUEST_NULL, MPI_STATUS_IGNORE, MPI_SUCCESS, MPI_Iallgather, MPI_Ialltoall,
-    MPI_Ibcast, MPI_Test,
-)
-
 from mpiddp.collectives.memory_jobs cimport (
     GATHER_ALL, HALF_BYTES, MOST_RANKS, REDUCE_ALL, REDUCE_PARTS, SPREAD, all_have_begun,
     begin_round, collect, half, has_begun, reduce, show, show_slices, slice_bytes,
@@ -38,6 +33,7 @@ from mpiddp.engine.interface cimport (
     ADVANCE_BLOCKED, ADVANCE_DONE, ADVANCE_FAILED, ADVANCE_PENDING, ADVANCE_SOME, CHUNK_FINISHED,
     CHUNK_WAITS, ChunkProgress,
 )
+from mpiddp.mpi.calls cimport MPI_SUCCESS, mpi
 from mpiddp.system.kernels cimport ElementType, element_bytes, selected_kernels
 from mpiddp.transports.shared cimport ring
 from mpiddp.transports.shared_buckets cimport CACHE_LINE
@@ -143,17 +139,17 @@ cdef int depart(LaneState *state, Stream *stream, size_t number, MemoryJob *job)
     cdef int slice_ = <int>length_of(stream, state.rank)
     state.turn += 1
     stream.step = TRAVELS
-    stream.request = MPI_REQUEST_NULL
+    stream.request = mpi.request_null
     if job.kind == REDUCE_PARTS:
         state.transport.call = "MPI_Ialltoall"
-        return MPI_Ialltoall(
-            stream.room, size, MPI_BYTE, stream.other_room, size, MPI_BYTE, state.moves,
+        return mpi.ialltoall(
+            stream.room, size, mpi.byte, stream.other_room, size, mpi.byte, state.moves,
             &stream.request,
         )
     if job.kind == GATHER_ALL:
         state.transport.call = "MPI_Iallgather"
-        return MPI_Iallgather(
-            job.source + stream.at, size, MPI_BYTE, stream.room, size, MPI_BYTE, state.moves,
+        return mpi.iallgather(
+            job.source + stream.at, size, mpi.byte, stream.room, size, mpi.byte, state.moves,
             &stream.request,
         )
     if slice_ == 0:             # on all nodes
@@ -162,8 +158,8 @@ cdef int depart(LaneState *state, Stream *stream, size_t number, MemoryJob *job)
         if not is_at_root(state, job):
             stream.slice = stream.room
         state.transport.call = "MPI_Ibcast"
-        return MPI_Ibcast(
-            stream.slice, slice_, MPI_BYTE, <int>node_of(state, job.root), state.moves,
+        return mpi.ibcast(
+            stream.slice, slice_, mpi.byte, <int>node_of(state, job.root), state.moves,
             &stream.request,
         )
     stream.sum.element = <ElementType>job.element
@@ -183,7 +179,7 @@ cdef int has_arrived(
         return test_chunk(state.wire, number, progress)
     progress[0] = CHUNK_WAITS
     state.transport.call = "MPI_Test"
-    code = MPI_Test(&stream.request, &arrived, MPI_STATUS_IGNORE)
+    code = mpi.test(&stream.request, &arrived, NULL)
     if arrived:
         progress[0] = CHUNK_FINISHED
     return code

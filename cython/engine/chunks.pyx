@@ -3,12 +3,11 @@
 Chunks start strictly in order of job and offset, so that they match on all ranks.
 """
 
-from mpi4py.libmpi cimport MPI_SUCCESS
-
 from mpiddp.engine.interface cimport (
     CHUNK_FINISHED, CHUNK_WAITS, ChannelState, ChunkProgress, EngineState, Job, Transport,
     chunk_of, count_chunk, fail, note_end,
 )
+from mpiddp.mpi.calls cimport MPI_SUCCESS
 from mpiddp.system.kernels cimport element_bytes
 from mpiddp.system.posix cimport (
     now, pthread_mutex_lock, pthread_mutex_unlock, put, put_time, store,

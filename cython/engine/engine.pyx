@@ -10,13 +10,12 @@ from cpython.exc cimport PyErr_CheckSignals
 from libc.stdlib cimport calloc, free
 from posix.time cimport CLOCK_MONOTONIC
 
-from mpi4py.libmpi cimport MPI_COMM_NULL, MPI_Comm
-
 from mpiddp.engine.forks cimport is_child
 from mpiddp.engine.interface cimport ChannelState, fail, note_end
 from mpiddp.engine.progress cimport (
     SIGNAL_CHECK, drive, engine_thread, enqueue, hears, step_channels, wake_thread,
 )
+from mpiddp.mpi.calls cimport MPI_Comm, mpi
 from mpiddp.mpi.errors cimport check, check_errno
 from mpiddp.system.posix cimport (
     CPU_SET, CPU_ZERO, cpu_set_t, create_thread_without_signals, getpid, load, now, peek,
@@ -393,7 +392,7 @@ cdef class Channel:
         return self.transport.allocate(sizes, tails)
 
     def _raise_failure(self):
-        cdef MPI_Comm comm = MPI_COMM_NULL
+        cdef MPI_Comm comm = mpi.comm_null
         # The code may be that of another library than MPI.
         raise_failure = getattr(self.transport, "raise_failure", None)
         if raise_failure is not None:

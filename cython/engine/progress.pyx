@@ -23,13 +23,12 @@ A thread that waits asks for short time slices. Linux then gives it the core
 at once when it wakes up, also from a program that uses all of it.
 """
 
-from mpi4py.libmpi cimport MPI_SUCCESS
-
 from mpiddp.engine.chunks cimport move_chunks
 from mpiddp.engine.interface cimport (
     ADVANCE_BLOCKED, ADVANCE_DONE, ADVANCE_FAILED, ADVANCE_PENDING, Advance, Transport, count_chunk,
     fail, note_end,
 )
+from mpiddp.mpi.calls cimport MPI_SUCCESS
 from mpiddp.system.posix cimport (
     ask_for_slices, load, name_thread, now, peek, processor_time, pthread_cond_signal,
     pthread_cond_wait, pthread_mutex_lock, pthread_mutex_trylock, pthread_mutex_unlock, put,

@@ -1,7 +1,6 @@
-from mpi4py.libmpi cimport MPI_Comm, MPI_Request, MPI_Status
-
 from mpiddp.engine.engine cimport Channel, Engine
 from mpiddp.engine.interface cimport Job, Transport
+from mpiddp.mpi.calls cimport MPI_Comm, MPI_Request, MPI_Status
 from mpiddp.system.posix cimport pthread_cond_t, pthread_mutex_t
 
 

@@ -17,25 +17,10 @@ its tag asks before it has asked again: so messages come in the order of the rec
 from cpython.exc cimport PyErr_CheckSignals
 from posix.time cimport CLOCK_MONOTONIC, timespec
 
-from mpi4py.libmpi cimport (
-    MPI_ANY_SOURCE,
-    MPI_BYTE,
-    MPI_Cancel,
-    MPI_COMM_NULL,
-    MPI_Comm,
-    MPI_Count,
-    MPI_Get_elements_x,
-    MPI_Improbe,
-    MPI_Imrecv,
-    MPI_Message,
-    MPI_Request,
-    MPI_SUCCESS,
-    MPI_Test,
-)
-
 from mpiddp.engine.engine cimport WAIT_DONE, Engine, look_if_due
 from mpiddp.engine.forks cimport is_child
 from mpiddp.engine.interface cimport ADVANCE_DONE, ADVANCE_PENDING, Advance, Job, Transport
+from mpiddp.mpi.calls cimport MPI_Comm, MPI_Message, MPI_Request, MPI_SUCCESS, mpi
 from mpiddp.mpi.errors cimport check, check_errno
 from mpiddp.system.posix cimport (
     as_timespec, getpid, load, now, pthread_cond_broadcast, pthread_cond_destroy,
@@ -102,16 +87,16 @@ cdef int test_or_receive(
     if state.awaits:
         if not may_ask(all_of_them, state):
             return MPI_SUCCESS
-        code = MPI_Improbe(
-            MPI_ANY_SOURCE, state.tag, state.comm, &found, &message, &state.status)
+        code = mpi.improbe(
+            mpi.any_source, state.tag, state.comm, &found, &message, &state.status)
         if code != MPI_SUCCESS or not found:
             note_in_vain(all_of_them, state)
             return code
         state.awaits = 0
-        code = MPI_Imrecv(state.buffer, state.count, MPI_BYTE, &message, &state.request)
+        code = mpi.imrecv(state.buffer, state.count, mpi.byte, &message, &state.request)
         if code != MPI_SUCCESS:
             return code
-    return MPI_Test(&state.request, finished, &state.status)
+    return mpi.test(&state.request, finished, &state.status)
 
 
 cdef Advance advance(Transport *transport, Job *job, int helping) noexcept nogil:
@@ -125,7 +110,7 @@ cdef Advance advance(Transport *transport, Job *job, int helping) noexcept nogil
         store(&state.given_up, 0)
         if state.awaits:
             return ADVANCE_DONE
-        MPI_Cancel(&state.request)
+        mpi.cancel(&state.request)
     state.code = test_or_receive(<RequestsState *>transport, state, &finished)
     if finished or state.code != MPI_SUCCESS:
         return ADVANCE_DONE
@@ -146,7 +131,7 @@ cdef int drive(RequestState *state, Engine engine, double idle_since, double unt
     cdef int finished = 0
     cdef double time, slept = 0.0
     while True:
-        state.code = MPI_Test(&state.request, &finished, &state.status)
+        state.code = mpi.test(&state.request, &finished, &state.status)
         if finished or state.code != MPI_SUCCESS:
             return 1
         time = now()
@@ -364,7 +349,7 @@ cdef class Pending:
             if self.channel is not None:
                 self.requests.engine.step()
             elif not self.state.awaits:
-                self.state.code = MPI_Test(&self.state.request, &finished, &self.state.status)
+                self.state.code = mpi.test(&self.state.request, &finished, &self.state.status)
                 self.ended = finished or self.state.code != MPI_SUCCESS
         if self.done:
             self.check_result()
@@ -437,7 +422,7 @@ cdef class Pending:
         if self.state.awaits:
             self.ended = True
             return
-        MPI_Cancel(&self.state.request)
+        mpi.cancel(&self.state.request)
         with nogil:
             self.ended = drive(&self.state, self.requests.engine, idle_since, until)
 
@@ -454,14 +439,13 @@ cdef class Pending:
     @property
     def source(self):
         """The rank, in the communicator, that sent what was received here."""
-        return self.state.status.MPI_SOURCE
+        return mpi.status_source(&self.state.status)
 
     @property
     def received(self):
         """How many bytes were received."""
-        cdef MPI_Count count = 0
+        cdef long long count = 0
         check(
-            MPI_Get_elements_x(&self.state.status, MPI_BYTE, &count),
-            "MPI_Get_elements_x", MPI_COMM_NULL,
+            mpi.status_bytes(&self.state.status, &count), "MPI_Get_elements_x", mpi.comm_null
         )
         return count

@@ -25,8 +25,7 @@ cimport cython
 
 import torch
 
-from mpi4py.libmpi cimport MPI_COMM_WORLD, MPI_Comm_rank, MPI_Finalized, MPI_Initialized
-
+from mpiddp.mpi.calls cimport mpi
 from mpiddp.system.posix cimport getpid
 
 
@@ -74,10 +73,10 @@ cdef object gpu_error(Runtime runtime, int code, str call, int device):
     cdef int rank = -1
     cdef int initialized = 0
     cdef int finalized = 0
-    MPI_Initialized(&initialized)
-    MPI_Finalized(&finalized)
+    mpi.initialized(&initialized)
+    mpi.finalized(&finalized)
     if initialized and not finalized:
-        MPI_Comm_rank(MPI_COMM_WORLD, &rank)
+        mpi.comm_rank(mpi.comm_world, &rank)
     call = runtime.prefix + call
     name = runtime.functions.get_error_name(code).decode(errors="replace")
     text = runtime.functions.get_error_string(code).decode(errors="replace")

@@ -14,20 +14,8 @@ Data that ranks only hand on is combined by OR with the zeros of the others.
 
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
-from mpi4py.libmpi cimport (
-    MPI_COMM_NULL,
-    MPI_UINT64_T,
-    MPI_Comm,
-    MPI_Datatype,
-    MPI_Iallreduce,
-    MPI_IN_PLACE,
-    MPI_Op,
-    MPI_Op_create,
-    MPI_Type_commit,
-    MPI_Type_contiguous,
-)
-from mpi4py.MPI cimport Intracomm, Request
 
+from mpiddp.mpi.calls cimport MPI_Comm, MPI_Datatype, MPI_Op, MPI_Request, mpi
 from mpiddp.mpi.errors cimport check
 from mpiddp.mpi.combining import WAYS
 
@@ -41,23 +29,24 @@ HANDED_ON = WAYS["bor", "uint8"]
 
 cdef MPI_Datatype _datatype
 cdef MPI_Op _operation
-cdef bint _made = False
+# mpi4py's, once MPI knows of blocks: to import mpi4py.MPI may initialise MPI.
+cdef object _request_from = None
 
 
-cdef void _combine(void *theirs, void *ours, int *count, MPI_Datatype *datatype) noexcept nogil:
+cdef void _combine(void *theirs, void *ours, int *count, void *datatype) noexcept nogil:
     mpiddp_combine_blocks(theirs, ours, count[0])
 
 
 cdef int _make() except -1:
     """Make what MPI needs to know of blocks; it lives as long as MPI."""
-    global _made
-    cdef int words = MPIDDP_BLOCK_BYTES // 8
+    global _request_from
+    from mpi4py import MPI
+
     check(
-        MPI_Type_contiguous(words, MPI_UINT64_T, &_datatype), "MPI_Type_contiguous", MPI_COMM_NULL
+        mpi.type_of_words(MPIDDP_BLOCK_BYTES // 8, &_datatype), "MPI_Type_contiguous", mpi.comm_null
     )
-    check(MPI_Type_commit(&_datatype), "MPI_Type_commit", MPI_COMM_NULL)
-    check(MPI_Op_create(_combine, True, &_operation), "MPI_Op_create", MPI_COMM_NULL)
-    _made = True
+    check(mpi.op_create(_combine, True, &_operation), "MPI_Op_create", mpi.comm_null)
+    _request_from = MPI.Request.fromhandle
     return 0
 
 
@@ -102,23 +91,26 @@ cdef class Block:
         self.block.bytes = total
         memcpy(<char *>self.block.data + place, <const void *>address, count)
 
-    def start(self, Intracomm communicator not None):
+    def start(self, communicator):
         """Begin the all-reduce. Collective.
+
+        Args:
+            communicator: mpi4py's.
 
         Returns:
             The request of MPI. The block must live until that has ended.
         """
-        cdef Request request = Request.__new__(Request)
-        cdef MPI_Comm comm = communicator.ob_mpi
-        if not _made:
+        cdef MPI_Comm comm = <MPI_Comm><size_t>communicator.handle
+        cdef MPI_Request request = mpi.request_null
+        if _request_from is None:
             _make()
         check(
-            MPI_Iallreduce(
-                MPI_IN_PLACE, self.block, 1, _datatype, _operation, comm, &request.ob_mpi
+            mpi.iallreduce(
+                mpi.in_place, self.block, 1, _datatype, _operation, comm, &request
             ),
             "MPI_Iallreduce", comm,
         )
-        return request
+        return _request_from(<size_t>request)
 
     @property
     def differs(self):

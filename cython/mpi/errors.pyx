@@ -6,19 +6,8 @@ thread cannot raise: it stores code and call, and whoever waits checks them here
 """
 
 from libc.string cimport strerror
-from mpi4py.libmpi cimport (
-    MPI_COMM_NULL,
-    MPI_COMM_WORLD,
-    MPI_MAX_ERROR_STRING,
-    MPI_MAX_OBJECT_NAME,
-    MPI_SUCCESS,
-    MPI_Comm,
-    MPI_Comm_get_name,
-    MPI_Comm_rank,
-    MPI_Error_string,
-    MPI_Finalized,
-    MPI_Initialized,
-)
+
+from mpiddp.mpi.calls cimport LONGEST_NAME, LONGEST_TEXT, MPI_Comm, MPI_SUCCESS, mpi
 
 
 class MPIError(RuntimeError):
@@ -62,25 +51,25 @@ cdef int check_errno(int code, const char *call) except -1 nogil:
 
 
 cdef object _mpi_error(int code, str call, MPI_Comm comm):
-    cdef char text[MPI_MAX_ERROR_STRING + 1]
-    cdef char name[MPI_MAX_OBJECT_NAME + 1]
+    cdef char text[LONGEST_TEXT + 1]
+    cdef char name[LONGEST_NAME + 1]
     cdef int length = 0
     cdef int rank = -1
     cdef int initialized = 0
     cdef int finalized = 0
-    MPI_Initialized(&initialized)
-    MPI_Finalized(&finalized)
+    mpi.initialized(&initialized)
+    mpi.finalized(&finalized)
     if not initialized or finalized:
         when = "before MPI was initialised" if not initialized else "after MPI was finalised"
         return MPIError(f"{call} was called {when} (error code {code})", code, call)
     message = f"error code {code}"
-    if MPI_Error_string(code, text, &length) == MPI_SUCCESS:
+    if mpi.error_string(code, text, &length) == MPI_SUCCESS:
         message = text[:length].decode(errors="replace")
-    MPI_Comm_rank(MPI_COMM_WORLD, &rank)
+    mpi.comm_rank(mpi.comm_world, &rank)
     where = f"world rank {rank}"
-    if comm != MPI_COMM_NULL:
-        if MPI_Comm_get_name(comm, name, &length) == MPI_SUCCESS and length:
+    if comm != mpi.comm_null:
+        if mpi.comm_get_name(comm, name, &length) == MPI_SUCCESS and length:
             where += f", communicator {name[:length].decode(errors='replace')!r}"
-        MPI_Comm_rank(comm, &rank)
+        mpi.comm_rank(comm, &rank)
         where += f", rank {rank} there"
     return MPIError(f"{call} failed on {where}: {message}", code, call, rank)

@@ -3,15 +3,13 @@
 See Note [The largest of a NaN and a number] in combining.h.
 """
 
-from mpi4py.libmpi cimport MPI_COMM_NULL, MPI_Op, MPI_Op_create, MPI_User_function
-from mpi4py.MPI cimport Op
-
+from mpiddp.mpi.calls cimport Combine, MPI_Op, mpi
 from mpiddp.mpi.errors cimport check
 
 cdef extern from "combining.h":
     """
     #define MPIDDP_MPI_FUNCTION(name)                                                             \
-        static void name##_for_mpi(void *theirs, void *ours, int *count, MPI_Datatype *datatype)  \
+        static void name##_for_mpi(void *theirs, void *ours, int *count, void *datatype)         \
         {                                                                                         \
             (void)datatype;                                                                       \
             name(theirs, ours, *count);                                                           \
@@ -21,18 +19,18 @@ cdef extern from "combining.h":
     MPIDDP_MPI_FUNCTION(mpiddp_max_float64)
     MPIDDP_MPI_FUNCTION(mpiddp_min_float64)
     """
-    MPI_User_function mpiddp_max_float32_for_mpi
-    MPI_User_function mpiddp_min_float32_for_mpi
-    MPI_User_function mpiddp_max_float64_for_mpi
-    MPI_User_function mpiddp_min_float64_for_mpi
+    void mpiddp_max_float32_for_mpi(void *, void *, int *, void *) noexcept nogil
+    void mpiddp_min_float32_for_mpi(void *, void *, int *, void *) noexcept nogil
+    void mpiddp_max_float64_for_mpi(void *, void *, int *, void *) noexcept nogil
+    void mpiddp_min_float64_for_mpi(void *, void *, int *, void *) noexcept nogil
 
 
-cdef Op _operation(MPI_User_function *function):
-    cdef MPI_Op handle
-    check(MPI_Op_create(function, True, &handle), "MPI_Op_create", MPI_COMM_NULL)
-    cdef Op operation = Op.__new__(Op)
-    operation.ob_mpi = handle
-    return operation
+cdef object _operation(Combine function):
+    from mpi4py import MPI
+
+    cdef MPI_Op operation = 0
+    check(mpi.op_create(function, True, &operation), "MPI_Op_create", mpi.comm_null)
+    return MPI.Op.fromhandle(<size_t>operation)
 
 
 def operations():

@@ -11,20 +11,11 @@ from libc.signal cimport signal as set_handler
 from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, free
 from libc.string cimport strncpy
-from mpi4py.libmpi cimport (
-    MPI_COMM_NULL_COPY_FN,
-    MPI_COMM_SELF,
-    MPI_KEYVAL_INVALID,
-    MPI_SUCCESS,
-    MPI_Comm,
-    MPI_Comm_create_keyval,
-    MPI_Comm_set_attr,
-    MPI_Finalized,
-)
 from posix.signal cimport kill
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
 from posix.unistd cimport getpid, write
 
+from mpiddp.mpi.calls cimport mpi
 from mpiddp.mpi.errors cimport check, check_errno
 
 
@@ -77,7 +68,7 @@ ctypedef struct Watch:
 # How often it looks: a wait is over for the thread this much later.
 cdef double PERIOD = 0.25
 
-cdef int _keyval = MPI_KEYVAL_INVALID
+cdef bint _watches_finalize = False
 
 
 @contextlib.contextmanager
@@ -107,17 +98,14 @@ def watch_finalize(str who, str why, double say):
 
     For when MPI is initialised. It never ends the process: other ranks may still have work to do.
     """
-    global _keyval
-    if _keyval != MPI_KEYVAL_INVALID:
+    global _watches_finalize
+    if _watches_finalize:
         return
-    # MPI_Finalize begins with this (MPI-4.0, section 11.2.4).
-    check(
-        MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, &_on_finalize, &_keyval, NULL),
-        b"MPI_Comm_create_keyval", MPI_COMM_SELF,
-    )
     cdef Watch *watch = _new_watch(who, why, say, float("inf"), True)
     watch.finalizes = True
-    check(MPI_Comm_set_attr(MPI_COMM_SELF, _keyval, watch), b"MPI_Comm_set_attr", MPI_COMM_SELF)
+    # MPI_Finalize begins with this (MPI-4.0, section 11.2.4).
+    check(mpi.when_freed(mpi.comm_self, _on_finalize, watch), b"MPI_Comm_set_attr", mpi.comm_self)
+    _watches_finalize = True
 
 
 cdef Watch *_new_watch(str who, str why, double say, double limit, bint speaks) except NULL:
@@ -138,11 +126,8 @@ cdef int _start(Watch *watch) except -1:
         raise
 
 
-cdef int _on_finalize(
-    MPI_Comm comm, int keyval, void *attribute, void *extra
-) noexcept nogil:
-    mpiddp_start_watch(_wait, attribute)  # without a thread it stays silent
-    return MPI_SUCCESS
+cdef void _on_finalize(void *watch) noexcept nogil:
+    mpiddp_start_watch(_wait, watch)  # without a thread it stays silent
 
 
 cdef void *_wait(void *argument) noexcept nogil:
@@ -157,7 +142,7 @@ cdef void *_wait(void *argument) noexcept nogil:
         if watch.finalizes and Py_IsInitialized():
             # Called by the program, which goes on then. Open MPI says so too early; the call at the
             # end of the interpreter is the last that a process does.
-            MPI_Finalized(&finalized)
+            mpi.finalized(&finalized)
         # Longer naps are those of a job that was stopped.
         now = _now()
         waited += min(now - before, 4 * PERIOD)

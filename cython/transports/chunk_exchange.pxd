@@ -1,6 +1,5 @@
-from mpi4py.libmpi cimport MPI_Comm, MPI_Request
-
 from mpiddp.engine.interface cimport MAX_SLOTS, ChunkProgress, Job, Transport
+from mpiddp.mpi.calls cimport MPI_Comm, MPI_Request
 
 
 cdef enum:

@@ -37,20 +37,8 @@ them sees an overflow by itself, and nothing travels twice.
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from mpi4py.libmpi cimport (
-    MPI_BYTE,
-    MPI_DATATYPE_NULL,
-    MPI_IN_PLACE,
-    MPI_REQUEST_NULL,
-    MPI_STATUS_IGNORE,
-    MPI_SUCCESS,
-    MPI_Iallgather,
-    MPI_Iallgatherv,
-    MPI_Ialltoallv,
-    MPI_Test,
-)
-
 from mpiddp.engine.interface cimport CHUNK_FINISHED, CHUNK_MOVED, CHUNK_WAITS
+from mpiddp.mpi.calls cimport MPI_SUCCESS, mpi
 from mpiddp.system.kernels cimport element_bytes, scale_of, selected_kernels
 
 
@@ -89,7 +77,7 @@ cdef int set_up(
         chunk.other_room = chunk.room + outer
         chunk.inner_room = chunk.other_room + outer
         chunk.other_inner_room = chunk.inner_room + inner
-        chunk.request = MPI_REQUEST_NULL
+        chunk.request = mpi.request_null
         chunk.slices = <char **>calloc(members, sizeof(char *))
         chunk.sizes = <int *>calloc(members, sizeof(int))
         chunk.own_sizes = <int *>calloc(members, sizeof(int))
@@ -168,22 +156,22 @@ cdef int begin_step(ChunkExchange *exchange, ExchangedChunk *chunk) noexcept nog
         equal = equal and chunk.sizes[member] == bytes_
     if gathers and equal:
         exchange.transport.call = "MPI_Iallgather"
-        return MPI_Iallgather(
-            MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, chunk.inner_room if number else chunk.means,
-            bytes_, MPI_BYTE, level.gather[chunk.again], &chunk.request,
+        return mpi.iallgather(
+            mpi.in_place, 0, mpi.datatype_null, chunk.inner_room if number else chunk.means,
+            bytes_, mpi.byte, level.gather[chunk.again], &chunk.request,
         )
     if gathers:
         exchange.transport.call = "MPI_Iallgatherv"
-        return MPI_Iallgatherv(
-            MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, chunk.inner_room if number else chunk.means,
-            chunk.sizes, chunk.places, MPI_BYTE, level.gather[chunk.again], &chunk.request,
+        return mpi.iallgatherv(
+            mpi.in_place, 0, mpi.datatype_null, chunk.inner_room if number else chunk.means,
+            chunk.sizes, chunk.places, mpi.byte, level.gather[chunk.again], &chunk.request,
         )
     chunk.sizes[level.member] = chunk.own_sizes[level.member] = 0
     exchange.transport.call = "MPI_Ialltoallv"
-    return MPI_Ialltoallv(
-        chunk.inner_room if number else chunk.sent, chunk.sizes, chunk.places, MPI_BYTE,
+    return mpi.ialltoallv(
+        chunk.inner_room if number else chunk.sent, chunk.sizes, chunk.places, mpi.byte,
         chunk.other_inner_room if number else chunk.received, chunk.own_sizes, chunk.places,
-        MPI_BYTE, level.exchange[chunk.again], &chunk.request,
+        mpi.byte, level.exchange[chunk.again], &chunk.request,
     )
 
 
@@ -311,7 +299,7 @@ cdef int test_exchange(
     progress[0] = CHUNK_WAITS
     if chunk.phase == EXCHANGE_TRAVELS:
         exchange.transport.call = "MPI_Test"
-        code = MPI_Test(&chunk.request, &arrived, MPI_STATUS_IGNORE)
+        code = mpi.test(&chunk.request, &arrived, NULL)
         if code != MPI_SUCCESS or not arrived:
             return code
         if end_step(exchange, chunk):

@@ -28,20 +28,8 @@ chunks have started: each when all earlier chunks are known to need none, or hav
 An infinity or NaN in a rank's gradients costs a second all-reduce too: the sum looks the same.
 """
 
-from mpi4py.libmpi cimport (
-    MPI_DOUBLE,
-    MPI_FLOAT,
-    MPI_IN_PLACE,
-    MPI_REQUEST_NULL,
-    MPI_STATUS_IGNORE,
-    MPI_SUCCESS,
-    MPI_SUM,
-    MPI_Datatype,
-    MPI_Iallreduce,
-    MPI_Test,
-)
-
 from mpiddp.engine.interface cimport CHUNK_FINISHED, CHUNK_MOVED, CHUNK_WAITS
+from mpiddp.mpi.calls cimport MPI_Datatype, MPI_SUCCESS, mpi
 from mpiddp.system.kernels cimport ELEMENT_FLOAT32, ELEMENT_FLOAT64, ElementType, selected_kernels
 
 
@@ -54,11 +42,11 @@ cdef void set_up(
     for slot in range(window):
         sums.slots[slot].sent = memory + slot * stride
         sums.slots[slot].received = memory + slot * stride + bytes_
-        sums.slots[slot].request = MPI_REQUEST_NULL
+        sums.slots[slot].request = mpi.request_null
 
 
 cdef MPI_Datatype datatype_of(ElementType element) noexcept nogil:
-    return MPI_DOUBLE if element == ELEMENT_FLOAT64 else MPI_FLOAT
+    return mpi.float64 if element == ELEMENT_FLOAT64 else mpi.float32
 
 
 cdef int start_sum(
@@ -83,8 +71,8 @@ cdef int start_sum(
     else:
         selected_kernels().sum_to(job.element, sent, buffers, ranks, first, count)
     sums.transport.call = "MPI_Iallreduce"
-    return MPI_Iallreduce(
-        sent, chunk.received, <int>count, datatype_of(job.element), MPI_SUM, sums.comm,
+    return mpi.iallreduce(
+        sent, chunk.received, <int>count, datatype_of(job.element), mpi.sum, sums.comm,
         &chunk.request,
     )
 
@@ -107,8 +95,8 @@ cdef int start_again(ChunkSums *sums, ChunkSum *chunk) noexcept nogil:
         count, chunk.job.divisor,
     )
     sums.transport.call = "MPI_Iallreduce"
-    return MPI_Iallreduce(
-        MPI_IN_PLACE, chunk.sent, <int>count, datatype_of(chunk.job.element), MPI_SUM,
+    return mpi.iallreduce(
+        mpi.in_place, chunk.sent, <int>count, datatype_of(chunk.job.element), mpi.sum,
         sums.comm_again, &chunk.request,
     )
 
@@ -130,7 +118,7 @@ cdef int test_sum(ChunkSums *sums, size_t slot, ChunkProgress *progress) noexcep
     progress[0] = CHUNK_WAITS
     if chunk.phase != CHUNK_OVERFLOWED:
         sums.transport.call = "MPI_Test"
-        code = MPI_Test(&chunk.request, &arrived, MPI_STATUS_IGNORE)
+        code = mpi.test(&chunk.request, &arrived, NULL)
         if code != MPI_SUCCESS or not arrived:
             return code
         if chunk.phase == CHUNK_SUMS_AGAIN:

@@ -1,8 +1,7 @@
-from mpi4py.libmpi cimport MPI_Comm, MPI_Request
-
 from mpiddp.engine.interface cimport Advance, Job, Transport
 from mpiddp.engine.memory cimport GpuMemory
 from mpiddp.gpu.runtime cimport GpuFunctions, Runtime
+from mpiddp.mpi.calls cimport MPI_Comm, MPI_Request
 
 
 cdef enum TailState:

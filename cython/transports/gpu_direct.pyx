@@ -21,25 +21,13 @@ import torch
 
 from libc.string cimport memset
 
-from mpi4py.libmpi cimport (
-    MPI_DOUBLE,
-    MPI_ERR_OTHER,
-    MPI_FLOAT,
-    MPI_REQUEST_NULL,
-    MPI_STATUS_IGNORE,
-    MPI_SUCCESS,
-    MPI_SUM,
-    MPI_Comm,
-    MPI_Iallreduce,
-    MPI_Test,
-)
-
 from mpiddp.engine.interface cimport (
     ADVANCE_BLOCKED, ADVANCE_DONE, ADVANCE_FAILED, ADVANCE_PENDING, ADVANCE_SOME, MAX_SLOTS,
     Advance, Job, Transport,
 )
 from mpiddp.engine.memory cimport GpuMemory
 from mpiddp.gpu.runtime cimport GPU_READY, Event, Runtime, event_passed, gpu_error
+from mpiddp.mpi.calls cimport MPI_Comm, MPI_SUCCESS, mpi
 from mpiddp.system.kernels cimport ELEMENT_FLOAT64, element_bytes, selected_kernels
 from mpiddp.gpu.allocation import zeros
 from mpiddp.gpu.runtime import GpuError
@@ -79,7 +67,7 @@ cdef Advance fail_on_gpu(PointerState *state, int code, const char *call) noexce
     state.device_code = code
     state.device_call = call
     state.transport.call = call
-    state.transport.code = MPI_ERR_OTHER
+    state.transport.code = mpi.error_other
     return ADVANCE_FAILED
 
 
@@ -107,10 +95,10 @@ cdef int begin_tail(PointerState *state, Job *job, PointerBucket *bucket) noexce
     # Narrow elements are widened and wide ones copied.
     selected_kernels().sum_to(job.element, bucket.tail_sent, &tail, 1, 0, count)
     state.transport.call = "MPI_Iallreduce"
-    return MPI_Iallreduce(
+    return mpi.iallreduce(
         bucket.tail_sent, bucket.tail_sum, <int>count,
-        MPI_DOUBLE if job.element == ELEMENT_FLOAT64 else MPI_FLOAT,
-        MPI_SUM, state.comm, &bucket.tail_request,
+        mpi.float64 if job.element == ELEMENT_FLOAT64 else mpi.float32,
+        mpi.sum, state.comm, &bucket.tail_request,
     )
 
 
@@ -133,7 +121,7 @@ cdef Advance finish(PointerState *state, Job *job, Advance status) noexcept nogi
         status = ADVANCE_SOME
     if bucket.tail_state == TAIL_TRAVELS:
         state.transport.call = "MPI_Test"
-        code = MPI_Test(&bucket.tail_request, &finished, MPI_STATUS_IGNORE)
+        code = mpi.test(&bucket.tail_request, &finished, NULL)
         if code != MPI_SUCCESS:
             return fail_in_mpi(state, code)
         if finished:
@@ -185,7 +173,7 @@ cdef class PointerMemory(GpuMemory):
         self.bucket.tail_bytes = tail
         self.bucket.tail_sent = <char *><size_t>sent.data_ptr()
         self.bucket.tail_sum = <char *><size_t>received.data_ptr()
-        self.bucket.tail_request = MPI_REQUEST_NULL
+        self.bucket.tail_request = mpi.request_null
         GpuMemory.__init__(
             self, zeros(runtime, device, size - tail), filled, <size_t>&self.bucket,
             torch.zeros(tail, dtype=torch.uint8), True,

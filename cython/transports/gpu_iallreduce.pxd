@@ -1,6 +1,5 @@
-from mpi4py.libmpi cimport MPI_Request
-
 from mpiddp.engine.interface cimport MAX_SLOTS, Job
+from mpiddp.mpi.calls cimport MPI_Request
 from mpiddp.transports.gpu_ring cimport GpuRingTransport, RingState
 
 

@@ -5,19 +5,8 @@ MPI has no portable datatype for 16-bit elements, so those go around the ring, o
 communicator.
 """
 
-from mpi4py.libmpi cimport (
-    MPI_DOUBLE,
-    MPI_FLOAT,
-    MPI_IN_PLACE,
-    MPI_REQUEST_NULL,
-    MPI_STATUS_IGNORE,
-    MPI_SUCCESS,
-    MPI_SUM,
-    MPI_Iallreduce,
-    MPI_Test,
-)
-
 from mpiddp.engine.interface cimport ADVANCE_PENDING, ADVANCE_SOME, Advance, Job, Transport
+from mpiddp.mpi.calls cimport MPI_SUCCESS, mpi
 from mpiddp.system.kernels cimport ELEMENT_FLOAT32, ELEMENT_FLOAT64, element_bytes
 from mpiddp.transports.gpu_direct cimport (
     PointerBucket, check_settings, fail_in_mpi, finish, gradients_of, may_start,
@@ -38,10 +27,10 @@ cdef int start_chunk(
     state.counts[slot] = count
     state.in_flight += 1
     state.ring.pointers.transport.call = "MPI_Iallreduce"
-    return MPI_Iallreduce(
-        MPI_IN_PLACE, job.data + bucket.begun * element_bytes(job.element), <int>count,
-        MPI_DOUBLE if job.element == ELEMENT_FLOAT64 else MPI_FLOAT,
-        MPI_SUM, state.ring.pointers.comm, &state.requests[slot],
+    return mpi.iallreduce(
+        mpi.in_place, job.data + bucket.begun * element_bytes(job.element), <int>count,
+        mpi.float64 if job.element == ELEMENT_FLOAT64 else mpi.float32,
+        mpi.sum, state.ring.pointers.comm, &state.requests[slot],
     )
 
 
@@ -58,7 +47,7 @@ cdef int poll(Transport *transport, int *advanced) noexcept nogil:
             continue
         finished = 0
         transport.call = "MPI_Test"
-        code = MPI_Test(&state.requests[slot], &finished, MPI_STATUS_IGNORE)
+        code = mpi.test(&state.requests[slot], &finished, NULL)
         if code != MPI_SUCCESS:
             return code
         if finished:
@@ -126,7 +115,7 @@ cdef class GpuIallreduceTransport(GpuRingTransport):
         self.wide.chunk_bytes = chunk_bytes
         self.wide.window = window
         for slot in range(window):
-            self.wide.requests[slot] = MPI_REQUEST_NULL
+            self.wide.requests[slot] = mpi.request_null
         self.state.wide = &self.wide
         self.state.pointers.transport.poll = poll
         self.state.pointers.transport.advance = advance

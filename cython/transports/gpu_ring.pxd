@@ -1,8 +1,7 @@
-from mpi4py.libmpi cimport MPI_Request
-
 from mpiddp.engine.interface cimport MAX_SLOTS, Advance, Job, Transport
 from mpiddp.gpu.blas cimport Adder, GpuSums
 from mpiddp.gpu.runtime cimport Runtime
+from mpiddp.mpi.calls cimport MPI_Request
 from mpiddp.transports.gpu_direct cimport PointerState
 
 

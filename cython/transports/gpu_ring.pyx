@@ -18,20 +18,10 @@ ranks, since only one of them makes each sum. 16-bit elements are rounded after 
 
 from libc.string cimport memset
 
-from mpi4py.libmpi cimport (
-    MPI_BYTE,
-    MPI_REQUEST_NULL,
-    MPI_STATUSES_IGNORE,
-    MPI_SUCCESS,
-    MPI_Comm,
-    MPI_Irecv,
-    MPI_Isend,
-    MPI_Testall,
-)
-
 from mpiddp.engine.interface cimport ADVANCE_PENDING, ADVANCE_SOME, Advance, Job, Transport
 from mpiddp.gpu.blas cimport Adder, add, axpy_name
 from mpiddp.gpu.runtime cimport GPU_READY, Event, enter_gpu, event_passed, leave_gpu
+from mpiddp.mpi.calls cimport MPI_Comm, MPI_SUCCESS, mpi
 from mpiddp.system.kernels cimport element_bytes
 from mpiddp.transports.gpu_direct cimport (
     PointerBucket, allocate, check_settings, fail_in_mpi, fail_on_gpu, finish, gradients_of,
@@ -75,16 +65,16 @@ cdef int begin_step(RingState *state, size_t slot) noexcept nogil:
     if chunk.step >= state.ranks - 1:
         to = chunk.data + segment_start(state, chunk, coming) * size
     state.pointers.transport.call = "MPI_Irecv"
-    code = MPI_Irecv(
-        to, <int>(segment_count(state, chunk, coming) * size), MPI_BYTE, <int>left, <int>slot,
+    code = mpi.irecv(
+        to, <int>(segment_count(state, chunk, coming) * size), mpi.byte, <int>left, <int>slot,
         state.pointers.comm, &chunk.requests[0],
     )
     if code != MPI_SUCCESS:
         return code
     state.pointers.transport.call = "MPI_Isend"
-    return MPI_Isend(
+    return mpi.isend(
         chunk.data + segment_start(state, chunk, going) * size,
-        <int>(segment_count(state, chunk, going) * size), MPI_BYTE, <int>right, <int>slot,
+        <int>(segment_count(state, chunk, going) * size), mpi.byte, <int>right, <int>slot,
         state.pointers.comm, &chunk.requests[1],
     )
 
@@ -133,7 +123,7 @@ cdef int move(RingState *state, size_t slot, int *advanced) noexcept nogil:
         else:
             finished = 0
             state.pointers.transport.call = "MPI_Testall"
-            code = MPI_Testall(2, chunk.requests, &finished, MPI_STATUSES_IGNORE)
+            code = mpi.testall(2, chunk.requests, &finished)
             if code != MPI_SUCCESS or not finished:
                 return code
             if chunk.step < state.ranks - 1:
@@ -255,8 +245,8 @@ cdef class GpuRingTransport:
             self.state.chunks[slot].scratch = <char *><size_t>(
                 scratch.address + slot * scratch_bytes
             )
-            self.state.chunks[slot].requests[0] = MPI_REQUEST_NULL
-            self.state.chunks[slot].requests[1] = MPI_REQUEST_NULL
+            self.state.chunks[slot].requests[0] = mpi.request_null
+            self.state.chunks[slot].requests[1] = mpi.request_null
         self.state.pointers.transport.poll = poll_ring
         self.state.pointers.transport.advance = advance_around_ring
 

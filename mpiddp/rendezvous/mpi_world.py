@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from mpiddp import launchers, settings
 from mpiddp.flight_recorder import ranks_here
 from mpiddp.mpi import start_and_end, uncaught
-from mpiddp.mpi.compatibility import check_loaded_library
+from mpiddp.mpi.compatibility import refuse_two_libraries
 from mpiddp.mpi.library import linked_version
 from mpiddp.mpi.running_library import identify, mapped_libraries
 from mpiddp.rendezvous import joining, worlds_apart
@@ -47,7 +47,7 @@ def checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     with contextlib.nullcontext() if begun else _watched_init():
         from mpi4py import MPI
 
-        check_loaded_library()
+        refuse_two_libraries()
         if not MPI.Is_initialized():
             # The user asked mpi4py not to, by mpi4py.rc; then ending it falls to us as well.
             MPI.Init_thread(MPI.THREAD_MULTIPLE)

@@ -96,7 +96,7 @@ def init_process_group(
         timeout: how long a collective waits for other ranks before it raises.
 
     Raises:
-        ImportError: mpi4py runs on another MPI than mpiddp was compiled against.
+        ImportError: a second MPI library was loaded in this process.
         TypeError: an argument is of the wrong type.
         ValueError: `comm` is null or an intercommunicator, or `timeout` is not positive; or on some
             rank a variable of mpiddp is wrong, or, without `comm`, RANK or WORLD_SIZE.

@@ -18,7 +18,7 @@ from script_runs import clean_environment
 import mpiddp
 from mpiddp import doctor
 from mpiddp.diagnosis import gpus
-from mpiddp.mpi.library import compiled_against
+from mpiddp.mpi.library import compiled_against, interface
 from mpiddp.transports import gpu_choice
 
 CPU = torch.device("cpu")
@@ -53,7 +53,9 @@ def test_under_mpirun() -> None:
         f"mpiddp {mpiddp_version()}, torch {torch.__version__}, Python "
         f"{'.'.join(map(str, sys.version_info[:3]))}"
     )
-    assert lines[1].startswith(f"MPI: compiled against {VENDOR} {VERSION}, runs on {VENDOR}")
+    assert lines[1].startswith(f"MPI: {VENDOR}")
+    headers = f"(headers of {VENDOR} {VERSION})"
+    assert lines[1].endswith(f"called by the interface {interface()} {headers}")
     assert re.match(r"MPI library: /\S+/libmpi\S*\.so\S*$", lines[2])
     assert lines[3].startswith("mpirun: ")
     assert re.match(r"ranks: 2 on 1 node \(.+\); 2 on this one, with \d+ cores?$", lines[4])

@@ -197,9 +197,9 @@ def _missing_or_unlisted(root: Path, rooms: dict[str, Room]) -> Iterator[str]:
             continue
         python = {path.stem for path in (root / "mpiddp" / name).glob("*.py")} - {"__init__"}
         compiled = {
-            path.name if path.suffix == ".h" else path.stem
+            path.name if path.suffix in (".c", ".h") else path.stem
             for path in (root / "cython" / name).glob("*.*")
-            if path.suffix in (".pyx", ".pxd", ".pyi", ".h")
+            if path.suffix in (".pyx", ".pxd", ".pyi", ".c", ".h")
         }
         if python | compiled != room.files:
             different = ", ".join(sorted((python | compiled) ^ room.files))
@@ -253,7 +253,7 @@ def _too_long(root: Path) -> list[str]:
     found = []
     for half in ("mpiddp", "cython"):
         for path in sorted((root / half).rglob("*")):
-            if path.suffix not in (".py", ".pyx", ".pxd", ".pyi", ".h"):
+            if path.suffix not in (".py", ".pyx", ".pxd", ".pyi", ".c", ".h"):
                 continue
             lines = len(path.read_text().splitlines())
             if lines > MOST_LINES:
@@ -275,7 +275,7 @@ def tree(tmp_path: Path) -> Path:
         shutil.copytree(
             ROOT / half,
             tmp_path / half,
-            ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.c"),
+            ignore=shutil.ignore_patterns("__pycache__", "*.so"),
         )
     (tmp_path / TABLE).parent.mkdir(parents=True)
     shutil.copy(ROOT / TABLE, tmp_path / TABLE)

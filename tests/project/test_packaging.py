@@ -84,7 +84,10 @@ def assert_complete(package: Path) -> None:
     compiled = names(package, "*.so", "*/*.so")
     assert names(package, "*.py", "*/*.py", "py.typed") == python
     assert names(package, "*/*.pxd", "*/*.pyi") == interfaces
-    assert sorted(name.partition(".")[0].replace("/", ".") for name in compiled) == MODULES
+    calls = {name for name in compiled if name.startswith("mpi/calls-")}
+    names_of = [name.partition(".")[0].replace("/", ".") for name in compiled - calls]
+    assert sorted(names_of) == MODULES
+    assert calls
     others = names(package, "*", "*/*") - python - interfaces - compiled
     assert {name for name in others if "__pycache__" not in name and "." in name} == set()
 
@@ -102,6 +105,25 @@ def mpicc() -> str:
     if not found:
         pytest.skip("no mpicc in $MPICC, beside this Python or on PATH")
     return found
+
+
+class TestOneDoorToMpi:
+    """See Note [MPI through one door] in cython/mpi/calls.h."""
+
+    def test_one_file_includes_mpi(self) -> None:
+        sources = [path for path in ROOT.glob("cython/*/*") if path.is_file()]
+        including = r"#\s*include\s*<mpi|mpi4py\.libmpi|mpi4py\.MPI\s+cimport|mpi4py\s+cimport"
+        found = [path.name for path in sources if re.search(including, path.read_text())]
+        assert found == ["binary_interface.c"]
+
+    @pytest.mark.essential
+    def test_nothing_else_needs_a_library_of_mpi(self) -> None:
+        if shutil.which("readelf") is None:
+            pytest.skip("there is no readelf (Debian: binutils)")
+        for path in sorted(INSTALLED.glob("*/*.so")):
+            _, printed = run("readelf", "--dynamic", "--dyn-syms", "--wide", path, cwd=ROOT)
+            assert not re.search(r"UND P?MPIX?_", printed), path
+            assert not re.search(r"NEEDED.*libmpi", printed) or path.name.startswith("calls-")
 
 
 @pytest.mark.timeout(300)
@@ -220,7 +242,7 @@ class TestWithoutCompiler:
         needed = {
             str(path.relative_to(ROOT))
             for folder, patterns in {
-                "cython": ("*/*.pyx", "*/*.pxd", "*/*.pyi", "*/*.h"),
+                "cython": ("*/*.pyx", "*/*.pxd", "*/*.pyi", "*/*.h", "mpi/binary_interface.c"),
                 "mpiddp": ("*.py", "*/*.py", "py.typed"),
                 "tests": ("*.py", "*/*.py"),
                 "benchmarks": ("*.py", "*.c"),
@@ -235,7 +257,8 @@ class TestWithoutCompiler:
         }
         assert needed - inside == set()
         assert not [name for name in inside if name.endswith((".so", ".pyc"))]
-        assert not [name for name in inside if name.startswith("cython/") and name.endswith(".c")]
+        own = {"cython/mpi/binary_interface.c"}  # and not what Cython writes
+        assert {name for name in inside if re.fullmatch(r"cython/.*\.c", name)} == own
 
 
 class TestStubs:

@@ -118,6 +118,7 @@ PLACES = {
         "mpiddp/transports/gpu_support.py": LIBRARIES,
         "cython/gpu/blas.pyx": LIBRARIES,
         "cython/gpu/runtime.pyx": LIBRARIES,
+        "cython/mpi/calls.pyx": LIBRARIES,
         "cython/torch_internals/tensors.pyx": LIBRARIES,
     },
     "pickles": {

@@ -221,7 +221,7 @@ VERSIONS = {
     "torch": ("torch.__version__ = '1.2.3+cpu'", "torch is version {} on rank 0 and version 1.2.3"),
     # With an mpiddp that was compiled with it.
     "MPI": (
-        "mpi_world.check_loaded_library = lambda: None\n"
+        "mpi_world.refuse_two_libraries = lambda: None\n"
         "MPI.get_vendor = lambda: ('Another MPI', (9, 1, 0))",
         "MPI is {} on rank 0 and Another MPI 9.1.0",
     ),

@@ -37,6 +37,10 @@ sys.modules["mpiddp"] = package
 
 from mpi4py import MPI  # noqa: E402
 
+from mpiddp.mpi.compatibility import call_mpi_of_mpi4py  # noqa: E402
+
+call_mpi_of_mpi4py()
+
 from mpiddp.collectives.group_lanes import GroupLanes  # noqa: E402
 from mpiddp.collectives.node_memory import NodeMemory  # noqa: E402
 from mpiddp.engine.engine import Engine  # noqa: E402

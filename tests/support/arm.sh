@@ -52,21 +52,22 @@ fi
 mpi=$(echo "$folder"/site/mpich-*.data/data)
 
 # The C files do not depend on the machine.
-generated=$(ls -td build/mpi-*/cython-*/cython | head -n 1)
+generated=$(ls -td build/python-*/cython-*/cython | head -n 1)
 rm -rf build/arm && mkdir -p build/arm && cp -r mpiddp build/arm/
 include=$("$bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
-mpi4py=$("$bin/python" -c 'import mpi4py; print(mpi4py.get_include())')
 folders=$(find cython -mindepth 1 -maxdepth 1 -type d -printf '-I%p ')
-export arm generated modules include mpi4py mpi folders
+export arm generated modules include folders
 compile() {
     local name=${1#"$generated"/}
     # shellcheck disable=SC2086
     $arm-gcc -std=gnu11 -O3 -fno-math-errno -ffp-contract=off -pthread -shared -fPIC -w \
-        -I"$include" -I"$mpi4py" -I"$mpi/include" -Icython $folders "$1" \
-        -o "$modules/${name%.c}.cpython-311-aarch64-linux-gnu.so" -L"$mpi/lib" -lmpi
+        -I"$include" -Icython $folders "$1" \
+        -o "$modules/${name%.c}.cpython-311-aarch64-linux-gnu.so"
 }
 export -f compile
 find "$generated" -name '*.c' | xargs -P "$(nproc)" -I{} bash -c 'compile {}'
+$arm-gcc -std=gnu11 -O2 -shared -fPIC -I"$mpi/include" cython/mpi/binary_interface.c \
+    -o "$modules/mpi/calls-mpich.so"
 
 # A round is begun by a store that releases, and looked at by a load that acquires.
 while read -r module instruction; do

@@ -59,14 +59,16 @@ git ls-files -z --cached --others --exclude-standard -- \
         fi
     done
 # After the flags of setup.py, of which it would take -O3: that takes longer than all tests.
-cat >"$folder/mpicc" <<END
+for compiler in gcc "$bin/mpicc"; do
+    cat >"$folder/$(basename "$compiler")" <<END
 #!/bin/sh
-exec "$bin/mpicc" "\$@" $sanitize -fno-omit-frame-pointer -g -O1
+exec "$compiler" "\$@" $sanitize -fno-omit-frame-pointer -g -O1
 END
-chmod +x "$folder/mpicc"
+    chmod +x "$folder/$(basename "$compiler")"
+done
 (
     cd "$folder/source"
-    MPICC=$folder/mpicc PATH=$bin:$PATH "$bin/python" -m pip install \
+    CC=$folder/gcc MPICC=$folder/mpicc PATH=$bin:$PATH "$bin/python" -m pip install \
         --disable-pip-version-check --quiet --no-deps --no-build-isolation --upgrade \
         --target "$folder/site" .
 )
