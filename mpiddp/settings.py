@@ -23,6 +23,7 @@ __all__ = [
     "JOIN",
     "KERNELS",
     "PREEMPTION_SIGNALS",
+    "PROGRAMS",
     "PROGRESS_THREAD",
     "SETTINGS",
     "SHARED_PARAMETERS",
@@ -290,6 +291,16 @@ START_SECONDS: Setting[float] = Setting(
     _seconds_or_none,
     1800.0,
 )
+PROGRAMS: Setting[str | None] = Setting(
+    "MPIDDP_PROGRAMS",
+    "own or all",
+    "an error that asks",
+    "Which ranks train together in a job of several programs (mpirun -n 2 A : -n 2 B) where no "
+    "communicator is passed: those of this program, or all.",
+    False,
+    _one_of("own", "all"),
+    None,
+)
 HEARTBEAT_SECONDS: Setting[float] = Setting(
     "MPIDDP_HEARTBEAT_SECONDS",
     "a positive number, or none",
@@ -345,6 +356,7 @@ SETTINGS: tuple[Setting[Any], ...] = (
     PREEMPTION_SIGNALS,
     STALL_SECONDS,
     START_SECONDS,
+    PROGRAMS,
     HEARTBEAT_SECONDS,
     INTERFACE,
     JOIN,

@@ -17,7 +17,7 @@ from mpiddp.mpi import start_and_end, uncaught
 from mpiddp.mpi.compatibility import refuse_two_libraries
 from mpiddp.mpi.library import linked_version
 from mpiddp.mpi.running_library import identify, mapped_libraries
-from mpiddp.rendezvous import joining, worlds_apart
+from mpiddp.rendezvous import joining, programs, worlds_apart
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -34,8 +34,8 @@ _MOST_STAGGERED = 20
 def checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     """Initialise MPI if nobody has, and return `comm`; for None the job's, usually COMM_WORLD.
 
-    COMM_WORLD also where these ranks are about to come to another job. Collective where MPI is not
-    initialised. Raises what `init_process_group` raises.
+    See Note [Jobs of several programs]. COMM_WORLD also where these ranks are about to come to
+    another job. Collective where MPI is not initialised. Raises what `init_process_group` raises.
     """
     module = sys.modules.get("mpi4py.MPI")
     begun = module is not None and module.Is_initialized()
@@ -61,7 +61,7 @@ def checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
         if joining.is_joining() and joining.folder_to_join() is None:
             return joining.communicator()
         worlds_apart.refuse_separate_worlds(MPI.COMM_WORLD.Get_size())
-        return MPI.COMM_WORLD
+        return programs.communicator_of_program(MPI.COMM_WORLD)
     if not isinstance(comm, MPI.Comm):
         raise TypeError(f"comm must be an mpi4py communicator, not {type(comm).__name__}")
     if comm == MPI.COMM_NULL:

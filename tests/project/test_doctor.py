@@ -1,6 +1,7 @@
 """The doctor: what it says without a GPU, with a simulated one, and where MPI does not start."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -47,7 +48,9 @@ def alone(
 @pytest.mark.smoke
 @pytest.mark.timeout(100)
 def test_under_mpirun() -> None:
-    done = mpirun.run(2, ["-m", "mpiddp.doctor"], timeout=90, env=QUICK)
+    # That mpirun comes first.
+    path = f"{Path(mpirun.find()).parent}{os.pathsep}{os.environ['PATH']}"
+    done = mpirun.run(2, ["-m", "mpiddp.doctor"], timeout=90, env={**QUICK, "PATH": path})
     assert done.returncode == 0, done.stderr
     lines = [line.removeprefix("ok      ") for line in done.stdout.splitlines()]
     assert lines[0] == (

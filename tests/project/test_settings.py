@@ -107,6 +107,7 @@ def test_what_each_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
         settings.PREEMPTION_SIGNALS: {"USR2, term": (12, 15), "none": ()},
         settings.STALL_SECONDS: {"2.5": 2.5, "none": float("inf")},
         settings.START_SECONDS: {"2.5": 2.5, "none": float("inf")},
+        settings.PROGRAMS: {"own": "own", "all": "all"},
         settings.HEARTBEAT_SECONDS: {"20": 20.0, "none": float("inf")},
         settings.INTERFACE: {"ib0, 10.1.0.0/16": ("ib0", "10.1.0.0/16")},
         settings.JOIN: {"": None, "/shared/run-1": Path("/shared/run-1")},
