@@ -276,19 +276,37 @@ MPIDDP_INLINE TARGET void mpiddp_store_pair_avx512(float *p, mpiddp_pair_avx512 
 
 #include "kernels_variant.h"
 
-/* The builtin asks the processor and the operating system, but in GCC 9 and 10 it does
- * not know F16C. */
+/* Which registers the operating system saves: bits of XCR0. */
+#define MPIDDP_AVX_STATE 0x06u
+#define MPIDDP_AVX512_STATE 0xe6u
+
+static inline unsigned int mpiddp_saved_state(void)
+{
+    unsigned int eax, ebx, ecx, edx;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & bit_OSXSAVE))
+        return 0;
+    __asm__ volatile("xgetbv" : "=a"(eax), "=d"(edx) : "c"(0));
+    return eax;
+}
+
+/* Not __builtin_cpu_supports: it does not know F16C in GCC 9 and 10, and says no to
+ * everything where Clang comes with Zig's library. */
 static inline int mpiddp_has_avx2(void)
 {
     unsigned int eax, ebx, ecx, edx;
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __get_cpuid(1, &eax, &ebx, &ecx, &edx)
-        && (ecx & bit_F16C);
+    if ((mpiddp_saved_state() & MPIDDP_AVX_STATE) != MPIDDP_AVX_STATE)
+        return 0;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & bit_F16C))
+        return 0;
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (ebx & bit_AVX2);
 }
 
 static inline int mpiddp_has_avx512(void)
 {
-    return mpiddp_has_avx2() && __builtin_cpu_supports("avx512f")
-        && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")
-        && __builtin_cpu_supports("avx512dq");
+    const unsigned int wanted = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
+    unsigned int eax, ebx, ecx, edx;
+    if ((mpiddp_saved_state() & MPIDDP_AVX512_STATE) != MPIDDP_AVX512_STATE)
+        return 0;
+    return mpiddp_has_avx2() && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)
+        && (ebx & wanted) == wanted;
 }

@@ -1,9 +1,12 @@
 """The SIMD kernels, each variant that this processor runs, against a slow reference in numpy."""
 
 import os
+import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +40,16 @@ from mpiddp.system import kernels
 pytestmark = [pytest.mark.once, pytest.mark.timeout(120)]
 
 VARIANTS = kernels.available()
+
+
+@pytest.mark.smoke
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are names of x86-64")
+def test_what_this_processor_has_is_used() -> None:
+    """Whatever compiler made it: in a wheel it is another one."""
+    (told, *_) = re.findall(r"^flags\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    wanted = {"avx2": "avx2 f16c", "avx512": "avx2 f16c avx512f avx512bw avx512vl avx512dq"}
+    has = [name for name, flags in wanted.items() if set(flags.split()) <= set(told.split())]
+    assert VARIANTS == ("plain", *has)
 
 
 def converted(name: str, bits: Array, source: torch.dtype, target: torch.dtype) -> Array:
