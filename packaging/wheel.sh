@@ -37,5 +37,12 @@ fi
 
 rm -rf "${work:?}/$arch"
 "${pip[@]}" wheel --no-build-isolation --no-deps -w "$work/$arch" .
-# It would copy libraries into the wheel that are not of the system. There are none.
-PATH=$bin:$PATH auditwheel repair --only-plat --plat "manylinux_${glibc/./_}_$arch" -w dist "$work/$arch"/*.whl
+platform=manylinux_${glibc/./_}_$arch
+if [[ $arch == "$(uname -m)" ]]; then
+    # It would copy libraries into the wheel that are not of the system. There are none.
+    PATH=$bin:$PATH auditwheel repair --only-plat --plat "$platform" -w dist "$work/$arch"/*.whl
+else
+    # auditwheel knows the platforms of this machine only.
+    "$bin/python" -m wheel tags --remove --platform-tag "$platform" "$work/$arch"/*.whl
+    mkdir -p dist && mv "$work/$arch"/*.whl dist/
+fi

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Compile for 64-bit Arm, and let ranks meet in memory there, under qemu.
 #
-#   tests/support/arm.sh BIN
+#   tests/support/arm.sh BIN [FOLDER]
 #
-# BIN: of an environment with MPICH, whose launcher starts the ranks. Needs Debian, and of it
+# BIN: of an environment with MPICH, whose launcher starts the ranks. With FOLDER nothing is compiled:
+# the wheel for Arm in it is used (make wheel ARCH=aarch64). Needs Debian, and of it
 # qemu-user-static, gcc-aarch64-linux-gnu and binutils-aarch64-linux-gnu. Python, MPICH, mpi4py and
 # numpy for Arm lie outside of the clone, and nothing of the system is changed.
 #
@@ -13,7 +14,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-bin=$(realpath "$1")
+bin=$(realpath "$1") of_wheel=${2:-}
 folder=${XDG_CACHE_HOME:-$HOME/.cache}/mpiddp/arm
 root=$folder/root wheels=$folder/wheels
 modules=build/arm/mpiddp
@@ -51,23 +52,28 @@ if [ ! -e "$folder/.made" ]; then
 fi
 mpi=$(echo "$folder"/site/mpich-*.data/data)
 
-# The C files do not depend on the machine.
-generated=$(ls -td build/python-*/cython-*/cython | head -n 1)
-rm -rf build/arm && mkdir -p build/arm && cp -r mpiddp build/arm/
-include=$("$bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
-folders=$(find cython -mindepth 1 -maxdepth 1 -type d -printf '-I%p ')
-export arm generated modules include folders
-compile() {
-    local name=${1#"$generated"/}
-    # shellcheck disable=SC2086
-    $arm-gcc -std=gnu11 -O3 -fno-math-errno -ffp-contract=off -pthread -shared -fPIC -w \
-        -I"$include" -Icython $folders "$1" \
-        -o "$modules/${name%.c}.cpython-311-aarch64-linux-gnu.so"
-}
-export -f compile
-find "$generated" -name '*.c' | xargs -P "$(nproc)" -I{} bash -c 'compile {}'
-$arm-gcc -std=gnu11 -O2 -shared -fPIC -I"$mpi/include" cython/mpi/binary_interface.c \
-    -o "$modules/mpi/calls-mpich.so"
+rm -rf build/arm && mkdir -p build/arm
+if [[ -n $of_wheel ]]; then
+    "$bin/python" -m zipfile -e "$of_wheel"/mpiddp-*-cp311-*aarch64.whl build/arm
+else
+    # The C files do not depend on the machine.
+    generated=$(ls -td build/python-*/cython-*/cython | head -n 1)
+    cp -r mpiddp build/arm/
+    include=$("$bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    folders=$(find cython -mindepth 1 -maxdepth 1 -type d -printf '-I%p ')
+    export arm generated modules include folders
+    compile() {
+        local name=${1#"$generated"/}
+        # shellcheck disable=SC2086
+        $arm-gcc -std=gnu11 -O3 -fno-math-errno -ffp-contract=off -pthread -shared -fPIC -w \
+            -I"$include" -Icython $folders "$1" \
+            -o "$modules/${name%.c}.cpython-311-aarch64-linux-gnu.so"
+    }
+    export -f compile
+    find "$generated" -name '*.c' | xargs -P "$(nproc)" -I{} bash -c 'compile {}'
+    $arm-gcc -std=gnu11 -O2 -shared -fPIC -I"$mpi/include" cython/mpi/binary_interface.c \
+        -o "$modules/mpi/calls-mpich.so"
+fi
 
 # A round is begun by a store that releases, and looked at by a load that acquires.
 while read -r module instruction; do
