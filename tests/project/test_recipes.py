@@ -1,0 +1,77 @@
+"""The recipes in packaging/ want what pyproject.toml does; its version is the only one."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGING = ROOT / "packaging"
+CONDA = PACKAGING / "conda" / "recipe.yaml"
+SPACK = PACKAGING / "spack" / "package.py"
+(EASYBUILD,) = (PACKAGING / "easybuild").glob("*.eb")
+
+pytestmark = pytest.mark.once
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+PROJECT = text_of(ROOT / "pyproject.toml")
+
+
+def version() -> str:
+    found = re.search(r'^version = "(.+)"$', PROJECT, re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def least(name: str) -> str:
+    """Return the oldest release that pyproject.toml takes of a package, or of Python."""
+    pattern = r'requires-python = ">=([\d.]+)"' if name == "python" else rf'"{name}>=([\d.]+)"'
+    found = re.search(pattern, PROJECT)
+    assert found is not None, name
+    return found[1]
+
+
+def test_version() -> None:
+    assert f'version: "{version()}"' in text_of(CONDA)
+    assert f'version("{version()}", sha256=' in text_of(SPACK)
+    assert f"version = '{version()}'" in text_of(EASYBUILD)
+    assert EASYBUILD.name.startswith(f"mpiddp-{version()}-")
+
+
+@pytest.mark.parametrize(
+    ("name", "in_conda", "in_spack"),
+    [
+        ("torch", "pytorch", "py-torch"),
+        ("mpi4py", "mpi4py", "py-mpi4py"),
+        ("Cython", "cython", "py-cython"),
+        ("setuptools", "setuptools", "py-setuptools"),
+    ],
+)
+def test_oldest_releases(name: str, in_conda: str, in_spack: str) -> None:
+    assert f"- {in_conda} >={least(name)}\n" in text_of(CONDA)
+    assert re.search(rf'"{in_spack}@{least(name).removesuffix(".0")}:', text_of(SPACK))
+
+
+def test_oldest_python() -> None:
+    assert f'"python@{least("python")}:"' in text_of(SPACK)
+
+
+def test_oldest_releases_for_easybuild() -> None:
+    """There every version is named."""
+    for name, package in (("torch", "PyTorch"), ("mpi4py", "mpi4py"), ("Cython", "Cython")):
+        found = re.search(rf"\('{package}', '([\d.]+)'\)", text_of(EASYBUILD))
+        assert found is not None
+        named, oldest = (tuple(map(int, one.split("."))) for one in (found[1], least(name)))
+        assert named >= oldest
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "mpiddp.def"])
+def test_containers(name: str) -> None:
+    text = text_of(PACKAGING / "containers" / name)
+    assert f'"torch>={least("torch")}"' in text
+    assert "openmpi" not in text
+    assert "mpich" not in text
