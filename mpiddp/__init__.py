@@ -37,6 +37,7 @@ if not _hand_over(__path__[0]):  # else the installed package is in the place of
     from mpiddp import compression
     from mpiddp import settings as _settings
     from mpiddp.ddp import logger
+    from mpiddp.ddp.metrics import metrics
     from mpiddp.ddp.sync_batch_norm import SyncBatchNorm
     from mpiddp.ddp.wrapper import DistributedDataParallel
     from mpiddp.mpi import libfabric as _libfabric
@@ -100,6 +101,7 @@ if not _hand_over(__path__[0]):  # else the installed package is in the place of
         "get_backend",
         "get_topology",
         "init_process_group",
+        "metrics",
         "optim",
         "preemption",
     ]

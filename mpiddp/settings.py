@@ -27,6 +27,7 @@ __all__ = [
     "PROGRESS_THREAD",
     "SETTINGS",
     "SHARED_PARAMETERS",
+    "SLOW_RANKS",
     "STALL_SECONDS",
     "START_SECONDS",
     "TRANSPORT",
@@ -281,6 +282,17 @@ STALL_SECONDS: Setting[float] = Setting(
     _seconds_or_none,
     30.0,
 )
+SLOW_RANKS = Setting(
+    "MPIDDP_SLOW_RANKS",
+    "0 or 1",
+    "1",
+    "Whether the ranks of a wrapped module compare their times every 25 steps, so that a rank that "
+    "the others have waited for in most of the last 100 says so on stderr, and "
+    "`mpiddp.metrics` can tell it.",
+    True,
+    _flag,
+    True,
+)
 START_SECONDS: Setting[float] = Setting(
     "MPIDDP_START_SECONDS",
     "a positive number, or none",
@@ -355,6 +367,7 @@ SETTINGS: tuple[Setting[Any], ...] = (
     DUMP_SIGNAL,
     PREEMPTION_SIGNALS,
     STALL_SECONDS,
+    SLOW_RANKS,
     START_SECONDS,
     PROGRAMS,
     HEARTBEAT_SECONDS,

@@ -3,6 +3,7 @@ from cpython.object cimport PyObject
 from mpiddp.engine.engine cimport Channel
 from mpiddp.reducer.bucket cimport Bucket
 from mpiddp.reducer.bucket_views cimport BucketView
+from mpiddp.reducer.step_times cimport StepTimes
 
 
 cdef struct ParameterState:
@@ -78,6 +79,8 @@ cdef class ReducerState:
     cdef readonly double backward_ended
     cdef readonly double communication_ended
     cdef readonly Py_ssize_t iterations     # forward passes whose gradients were to be reduced
+    cdef readonly StepTimes times
+    cdef public object comparison       # called when WINDOW steps have ended, or None
 
     cdef public int record_source           # of its buckets in the flight recorder
 

@@ -5,6 +5,7 @@ import torch
 
 from mpiddp.engine.engine import Channel
 from mpiddp.reducer.bucket import Bucket
+from mpiddp.reducer.step_times import StepTimes
 
 class ReducerState:
     parameters: list[torch.Tensor]
@@ -46,6 +47,8 @@ class ReducerState:
     communication_began: float
     backward_ended: float
     communication_ended: float
+    times: StepTimes
+    comparison: Callable[[], None] | None
     def __init__(
         self,
         parameters: Sequence[torch.Tensor],

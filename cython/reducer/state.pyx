@@ -19,6 +19,7 @@ from mpiddp.reducer.bucket_views cimport (
     copy_fast, copy_to_view, find_view, is_in_place, write_gradient,
 )
 from mpiddp.reducer.gpu_bucket cimport GpuBucket
+from mpiddp.reducer.step_times cimport StepTimes
 from mpiddp.system.posix cimport now
 from mpiddp.torch_internals.tensors cimport gradient_address, has_gradient
 from mpiddp.flight_recorder.ring import fail_source
@@ -102,6 +103,7 @@ cdef class ReducerState:
         self.compare_gradients = find_unused_parameters
         self.waiting_for = -1
         self.record_source = -1
+        self.times = StepTimes()
         self.never_used = []
         self.unused_everywhere = set()
         self.arrival_order = []
@@ -369,6 +371,11 @@ cdef class ReducerState:
             self.incomplete = False
         if not self.incomplete:
             self.missing = []
+        if self.times.note(
+            self.forward_began, self.backward_began, self.communication_began,
+            self.backward_ended, self.communication_ended,
+        ) and self.comparison is not None:
+            self.comparison()
 
     def keep_buckets(self):
         """Never rebuild the buckets: parameters lie in their order, too. Not collective."""

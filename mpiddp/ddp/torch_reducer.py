@@ -69,6 +69,7 @@ class TorchReducer(Reducer):
     _second_backward: SecondBackward | None = None
     # How gradients travel, in words; None: the ranks have been asked, or cannot differ.
     travel: str | None = "without a hook"
+    asked: Any = None  # what `mpiddp.metrics` keeps here
     # Whether any reducer of this process has averaged gradients.
     has_averaged = False
 

@@ -32,6 +32,7 @@ from mpiddp.ddp.hook_registration import HookRegistration
 from mpiddp.ddp.kept_parameters import KeptParameters, link_hooks
 from mpiddp.ddp.logger import Logger, logs_errors
 from mpiddp.ddp.mixed_precision import NarrowParameters, compression_of, gradient_dtypes
+from mpiddp.ddp.slow_ranks import comparison_of
 from mpiddp.ddp.state_copies import StateCopies
 from mpiddp.ddp.torch_reducer import TorchReducer
 from mpiddp.ddp.uneven_inputs import UnevenInputs
@@ -311,7 +312,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
         weakref.finalize(self.reducer, group.release_channels, channels).atexit = False
         group.modules.add(self.reducer, type(self.module).__name__)
         self.reducer.kept = KeptParameters(self.module, parameters, names.describe, group.me)
-        self.reducer.passes = ForwardPasses()
+        self.reducer.passes, self.reducer.comparison = ForwardPasses(), comparison_of(self.reducer)
         self.reducer.ends_by_hand = self._require_manual_backward_finalization
         self.logger = Logger(self.reducer, limits[-1])
         self.reducer.set_logger(self.logger)
