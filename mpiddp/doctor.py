@@ -65,9 +65,8 @@ def main(arguments: Sequence[str], name: str = "python -m mpiddp.doctor") -> int
     if not speaks and launchers.told_local()[0] == 0:
         # Where MPI does not start on a node, no other one can say why.
         for finding in memory_room.before_start():
-            print(
-                f"mpiddp doctor: {finding.text}\n-> {finding.remedy}", file=sys.stderr, flush=True
-            )
+            text = f"mpiddp doctor: {finding.text}\n-> {finding.remedy}"
+            print(text, file=sys.stderr, flush=True)
     if not options.json:
         _print(before)  # now: MPI may end this process
     try:

@@ -28,8 +28,9 @@ _SHM = Path("/dev/shm")  # noqa: S108  # nothing is written there
 # A batch of 32 images of 224 x 224 in float32 has 19 MB. Two workers of a DataLoader have two each
 # under way. Docker's default is 64 MB for a whole container.
 _SHM_A_RANK = 4 * 32 * 3 * 224 * 224 * 4
-# MPICH 5 over UCX takes 5 MiB for each rank when it starts, and ends with a bus error without.
-_SHM_TO_START = 8 << 20
+# Open MPI 5.0 asks for 16 MiB for each rank when it starts, and says so where they are not there.
+# MPICH 5.0 takes 5 MiB, and ends with a bus error without.
+_SHM_TO_START = 16 << 20
 # What training of ResNet-50 with SGD and momentum takes beside its activations: parameters,
 # gradients, momentum and buckets of 98 MiB each, and torch itself with 300 MiB.
 _FREE_A_RANK = (4 * 98 + 300) << 20
