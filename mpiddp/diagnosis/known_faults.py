@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["FAULTS", "Fault", "describe", "report"]
 
 _ANY = (0,)
-_NEVER = (99,)
+_NEVER = (9999,)
 # These have MPICH's code, of some version or other.
 _MPICH = ("MPICH", "Intel MPI", "Cray MPICH", "MVAPICH", "MVAPICH2", "ParaStation MPI")
 
