@@ -126,7 +126,7 @@ def _all_together(nodes: Sequence[Sequence[Speed]]) -> Finding:
     more = f" (median of {len(nodes)} nodes)" if len(nodes) > 1 else ""
     return Finding(
         "ok",
-        f"speed: {who} copy memory at {memory / 1e9:.3g} GB/s, read and written, and compute at "
+        f"speed: {who}: memory {_memory(memory)}, read and written; arithmetic "
         f"{_operations(arithmetic)}{more}",
     )
 

@@ -36,8 +36,8 @@ class TestWhatIsSaid:
         (found,) = describe(speeds([(5, 50), (6, 60)], [(5, 55), (6, 55)]))
         assert (found.grade, found.text) == (
             "ok",
-            "speed: 2 ranks of a node together copy memory at 11 GB/s, read and written, and "
-            "compute at 110 GFLOP/s (median of 2 nodes)",
+            "speed: 2 ranks of a node together: memory 11 GB/s, read and written; arithmetic 110 "
+            "GFLOP/s (median of 2 nodes)",
         )
 
     def test_a_slow_host(self) -> None:
