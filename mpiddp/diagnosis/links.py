@@ -149,7 +149,8 @@ def _measure(
 
 def _ping(world: MPI.Comm, peer: int) -> float:
     """Return how long an empty message takes: the quickest, others may wait for a core."""
-    word, seconds = np.zeros(1), []
+    word = np.zeros(1)
+    seconds: list[float] = []
     start = time.perf_counter()
     while len(seconds) < _UNCOUNTED + 2 or (
         len(seconds) < PINGS and time.perf_counter() - start < PING_SECONDS

@@ -77,7 +77,7 @@ def _slowest(world: MPI.Comm, size: int, pause: float) -> float:
     start = time.perf_counter()
     request.Wait()
     took = time.perf_counter() - start
-    return world.allreduce(took, op=MPI.MAX)
+    return float(world.allreduce(took, op=MPI.MAX))
 
 
 def describe(progress: Progress) -> Finding:

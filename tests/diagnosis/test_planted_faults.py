@@ -207,7 +207,7 @@ def test_all_ranks_on_one_core(hosts: Hosts) -> None:
 
 
 def test_more_threads_than_cores_and_a_setting_that_hurts(hosts: Hosts) -> None:
-    harm = {"OMP_NUM_THREADS": "64", "FI_LOG_LEVEL": "info", "UCX_LOG_LEVEL": "debug"}
+    harm = {"OMP_NUM_THREADS": "64", "FI_LOG_LEVEL": "info"}
     found = ask(hosts, "node1:2,node2:2", *DOCTOR, "--quick", **harm)
     text = only(found, "threads: ")["text"]
     assert re.search(r": 2 ranks x \d+ threads on \d+ cores? of node\d take turns", text)
