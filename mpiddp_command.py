@@ -22,7 +22,7 @@ from types import FrameType
 
 _HELP = """\
 usage: mpiddp run [options] (SCRIPT | -m MODULE | -c CODE) [argument ...]
-       mpiddp doctor [--json]
+       mpiddp doctor [--json] [--quick]
        mpiddp flight-recorder [options] FOLDER
        mpiddp launch mpirun [options] COMMAND [argument ...]
        mpiddp --version | --help

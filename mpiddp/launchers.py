@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 __all__ = [
+    "LOCAL_RANKS",
+    "LOCAL_SIZES",
     "PROGRAMS",
     "RANKS",
     "SCHEDULER_RANK",
@@ -21,6 +23,7 @@ __all__ = [
     "own_step",
     "speaks_for_all",
     "step_of_pmi",
+    "told_local",
     "told_rank",
 ]
 
@@ -28,6 +31,12 @@ __all__ = [
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
 # What launchers tell a process about the number of ranks they started.
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+# And about the ranks of its node.
+LOCAL_RANKS = (
+    *("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK"),
+    "SLURM_LOCALID",
+)
+LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
 # SLURM says this to every process of an allocation, whoever started it.
 # The last one is submitit's, for the processes that it starts on this machine.
 SCHEDULER_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SUBMITIT_LOCAL_NTASKS")
@@ -44,6 +53,19 @@ def told_rank(environment: Mapping[str, str] = os.environ) -> str | None:
         environment: the variables of the process that is asked about.
     """
     return next((environment[name] for name in RANKS if name in environment), None)
+
+
+def told_local() -> tuple[int, int]:
+    """Return the rank among those of this node, and how many these are; (0, 1) if nobody told.
+
+    Not collective.
+    """
+    ranks, sizes = (
+        [int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()]
+        for names in (LOCAL_RANKS, LOCAL_SIZES)
+    )
+    rank = next(iter(ranks), 0)
+    return rank, next(iter(sizes), rank + 1)
 
 
 def is_open_mpi() -> bool:

@@ -41,6 +41,7 @@ class Place:
         main: those of its main thread, to which OpenMP may have tied it.
         threads: that torch computes with.
         asked: what OMP_NUM_THREADS says, None where it is unset.
+        there: how many cores the node has, also such as this rank was not given; 0: not known.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class Place:
     main: frozenset[int]
     threads: int
     asked: str | None = None
+    there: int = 0
 
 
 def report(world: MPI.Comm) -> list[Finding]:
@@ -63,6 +65,7 @@ def report(world: MPI.Comm) -> list[Finding]:
         main=frozenset(os.sched_getaffinity(0)),
         threads=torch.get_num_threads(),
         asked=os.environ.get(_THREADS),
+        there=os.cpu_count() or 0,
     )
     return describe(world.allgather(place))
 
@@ -144,13 +147,20 @@ def _fewer_threads(ranks: list[Place], count: int) -> str:
     """Return what to do on a node with too many threads."""
     own = max(1, count // len(ranks))
     parts = []
+    there = ranks[0].there
+    if len(ranks) > count and there > count:
+        parts.append(
+            f"bind the ranks to other cores: the host has {there} (Open MPI: mpirun --bind-to "
+            f"core; MPICH: mpiexec -bind-to core; SLURM: srun --cpu-bind=cores, or a larger "
+            f"--cpus-per-task)"
+        )
     if any(place.threads > own for place in ranks):
         parts.append(f"export {_THREADS}={own} (mpiddp run sets 1 where it is unset)")
     if len(ranks) > count:
         parts.append(
             f"start {_count(count, 'rank')} a node at most: with more, training is only tried out"
         )
-    if len(ranks) <= count < (os.cpu_count() or 1):
+    if len(ranks) <= count < there:
         parts.append("or let the launcher give the ranks more cores")
     return "; ".join(parts)
 

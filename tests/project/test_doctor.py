@@ -53,6 +53,9 @@ def test_under_mpirun() -> None:
     done = mpirun.run(2, ["-m", "mpiddp.doctor"], timeout=90, env={**QUICK, "PATH": path})
     assert done.returncode == 0, done.stderr
     lines = [line.removeprefix("ok      ") for line in done.stdout.splitlines()]
+    # Tests of diagnosis have these.
+    parts = ("known fault of ", "setting: ", "memory: ", "/dev/shm: ", "        -> ")
+    lines = [line for line in lines if not line.removeprefix("warning ").startswith(parts)]
     assert lines[0] == (
         f"mpiddp {mpiddp_version()}, torch {torch.__version__}, Python "
         f"{'.'.join(map(str, sys.version_info[:3]))}"
@@ -63,17 +66,43 @@ def test_under_mpirun() -> None:
     assert lines[1].endswith(f"called by the interface {interface()} {headers}")
     assert re.match(r"MPI library: /\S+/libmpi\S*\.so\S*$", lines[2])
     assert lines[3].startswith("mpirun: ")
-    assert re.match(r"ranks: 2 on 1 node \(.+\); 2 on this one, with \d+ cores?$", lines[4])
-    assert re.match(r"cores: no rank has any of its own, all 2 share \d+ cores?$", lines[5])
-    assert re.search(r"threads: 1 a rank \(OMP_NUM_THREADS=1\)", lines[6])
+    assert lines[4] == "thread level: MPI_THREAD_MULTIPLE, as mpiddp needs it"
+    assert re.match(r"ranks: 2 on 1 node \(.+\); 2 on this one, with \d+ cores?$", lines[5])
+    assert re.match(r"cores: no rank has any of its own, all 2 share \d+ cores?$", lines[6])
+    assert re.search(r"threads: 1 a rank \(OMP_NUM_THREADS=1\)", lines[7])
     assert "memory that the ranks of a node share: possible" in lines
     assert "gradients on the CPU: shared memory (transport 'auto')" in lines
     ways = "collectives on the CPU, all others: in memory that all ranks share "
     ways += "(MPIDDP_COLLECTIVES=memory)"
     assert ways in lines
     if not torch.cuda.is_available():
-        assert lines[-2].startswith("GPU: torch ")
-        assert lines[-1] == "gradients on a GPU: none here; asked for: 'auto'"
+        gpu = lines.index("gradients on a GPU: none here; asked for: 'auto'")
+        assert lines[gpu - 1].startswith("GPU: torch ")
+    measured = [line for line in lines if line.startswith(("speed: ", "messages ", "progress: "))]
+    number = r"[\d.]+(e[+-]\d+)?"
+    expected = [
+        rf"speed: 2 ranks of a node together: memory {number} GB/s, read and written; arithmetic "
+        rf"{number} GFLOP/s",
+        rf"messages inside \S+: {number} [um]s, {number} GB/s each way",
+        rf"progress: .*\d% of an MPI_Iallreduce of {number} MB \({number} ms\) moves while nobody "
+        r"calls MPI.*",
+    ]
+    for line, pattern in zip(measured, expected, strict=True):
+        assert re.fullmatch(pattern, line)
+
+
+@pytest.mark.thorough
+def test_quick_measures_nothing() -> None:
+    """Alone as well, where there is memory to measure only."""
+    slow, quick = (alone("--json", *words).stdout for words in ([], ["--quick"]))
+    texts_of = {
+        name: [each["text"] for each in json.loads(text)["findings"]]
+        for name, text in (("slow", slow), ("quick", quick))
+    }
+    measured = ("speed: ", "slow ", "messages ", "progress: ")
+    assert [text for text in texts_of["quick"] if text.startswith(measured)] == []
+    (speed,) = (text for text in texts_of["slow"] if text.startswith(measured))
+    assert speed.startswith("speed: the rank of a node: memory ")
 
 
 def mpiddp_version() -> str:
@@ -88,7 +117,9 @@ def test_too_many_threads_as_json() -> None:
     """The most common fault of all: each rank with a thread for each core, and on one core here."""
     command = ["taskset", "-c", "0", mpirun.find(), "-n", "4", sys.executable]
     done = mpirun.run_command(
-        [*command, "-m", "mpiddp.doctor", "--json"], 90, {**QUICK, "OMP_NUM_THREADS": "8"}
+        [*command, "-m", "mpiddp.doctor", "--json", "--quick"],
+        90,
+        {**QUICK, "OMP_NUM_THREADS": "8"},
     )
     assert done.returncode == 0, done.stderr  # it works, slowly
     told = json.loads(done.stdout)
@@ -143,7 +174,7 @@ class TestMpiThatDoesNotStart:
     @pytest.mark.thorough
     def test_mpirun_of_another_mpi(self, other: Path) -> None:
         command = [str(other / "mpirun"), "-n", "2", sys.executable, "-m", "mpiddp.doctor"]
-        done = mpirun.run_command(command, 90, QUICK)
+        done = mpirun.run_command([*command, "--quick"], 90, QUICK)
         print(done.stdout, done.stderr)
         assert done.returncode != 0
         assert "Traceback" not in done.stderr
@@ -157,7 +188,7 @@ class TestMpiThatDoesNotStart:
 
     @pytest.mark.thorough
     def test_another_one_comes_first_on_the_path(self, other: Path) -> None:
-        done = alone(env={"PATH": f"{other}:/usr/bin:/bin"})
+        done = alone("--quick", env={"PATH": f"{other}:/usr/bin:/bin"})
         assert done.returncode == 0
         warnings = re.findall("^warning (mpirun: .*)\n        -> (.*)$", done.stdout, re.MULTILINE)
         ((text, remedy),) = warnings
@@ -175,7 +206,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def texts() -> list[str]:
-    return [finding.text for finding in doctor.report()]
+    return [finding.text for finding in doctor.report(quick=True)]
 
 
 @pytest.mark.mpi
