@@ -1,7 +1,6 @@
 """A rank that the others wait for is found and told, and `mpiddp.metrics` has the numbers."""
 
 import time
-from collections.abc import Iterator
 
 import mpirun
 import numpy
@@ -91,9 +90,9 @@ class TestWindow:
 
 
 @pytest.fixture
-def model(world: None) -> Iterator[DDP]:
+def model(world: None) -> DDP:
     torch.manual_seed(0)
-    yield DDP(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    return DDP(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
 
 
 def train(model: nn.Module, steps: int, late: int = -1) -> None:
@@ -267,5 +266,3 @@ def test_it_can_be_turned_off() -> None:
     done = mpirun.run(2, ["-c", PROGRAM], timeout=60, env=env)
     assert done.returncode == 0, done.stderr
     assert "have waited for" not in done.stderr
-
-

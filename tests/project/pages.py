@@ -1,7 +1,8 @@
 """The documentation as the tests see it: its pages, the code blocks on them, and the sources.
 
 A line before a code block says how it is run: `<!-- runs: 2 ranks -->`, the same with `, twice` or
-with `, python -m mpiddp`. Of a diff, what is left after it is run.
+with `, python -m mpiddp`, or `, with MODULE`, which need not be installed. Of a diff, what is left
+after it is run.
 """
 
 from __future__ import annotations

@@ -14,6 +14,9 @@ BY_RUNNER = {
     "runs: 2 ranks, python -m mpiddp --data-parallel": ["-m", "mpiddp", "--data-parallel"],
 }
 
+# Blocks whose mark goes on like this with the name of a module run where that is installed.
+WITH = ", with "
+
 BLOCKS = [block for page in pages() for block in blocks(page)]
 
 pytestmark = pytest.mark.timeout(300)
@@ -58,12 +61,21 @@ def test_code_runs_under_the_runner(tmp_path: Path) -> None:
         run(*BY_RUNNER[block.mark], write(block, tmp_path))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [block for block in BLOCKS if WITH in block.mark], ids=str)
+def test_code_runs_with_what_users_log_with(tmp_path: Path, block: Block) -> None:
+    mark, module = block.mark.split(WITH)
+    pytest.importorskip(module, reason="only `make test-all` installs it")
+    run(*BY_RUNNER.get(mark, []), write(block, tmp_path))
+
+
 @pytest.mark.once
 def test_every_block_says_how_it_runs() -> None:
     for block in BLOCKS:
         # A diff of commands has nothing to run.
         if block.language == "python" or (block.language == "diff" and "import " in block.text):
-            assert block.mark in {*TOGETHER, *BY_RUNNER}, f"{block}: marked {block.mark!r}"
+            mark = block.mark.split(WITH)[0]
+            assert mark in {*TOGETHER, *BY_RUNNER}, f"{block}: marked {block.mark!r}"
         else:
             assert not block.mark.startswith("runs:"), str(block)
 
