@@ -1,0 +1,64 @@
+"""Programs that initialise MPI themselves, with some thread level, and finalise it themselves."""
+
+import os
+from pathlib import Path
+
+import mpirun
+import pytest
+
+pytestmark = [
+    pytest.mark.timeout(100),
+    pytest.mark.skipif("SLURM_STEP_ID" in os.environ, reason="for mpirun"),
+]
+
+SCRIPT = """
+import sys
+import mpi4py
+
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+
+MPI.Init_thread(getattr(MPI, "THREAD_" + sys.argv[1]))
+import torch
+import mpiddp
+
+mpiddp.init_process_group()
+world = MPI.COMM_WORLD
+layer = torch.nn.Linear(2, 1)
+model = mpiddp.DistributedDataParallel(layer)
+for _ in range(5):
+    model.zero_grad()
+    model(torch.full((1, 2), 1.0 + world.rank)).sum().backward()
+    assert layer.weight.grad.tolist() == [[(world.size + 1) / 2] * 2]
+    assert world.allreduce(world.rank) == world.size * (world.size - 1) // 2
+mpiddp.destroy_process_group()
+MPI.Finalize()
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("level", "thread", "needed"),
+    [
+        ("SINGLE", "1", "MULTIPLE"),
+        ("SERIALIZED", "1", "MULTIPLE"),
+        ("FUNNELED", "0", "SERIALIZED"),
+        ("SERIALIZED", "0", ""),
+        ("MULTIPLE", "1", ""),
+    ],
+)
+def test_own_init_and_finalize(
+    tmp_path: Path, ranks: int, level: str, thread: str, needed: str
+) -> None:
+    """Right gradients, or one sentence; and MPI may be finalised after destroy_process_group."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {"MPIDDP_PROGRESS_THREAD": thread}
+    done = mpirun.run(ranks, [tmp_path / "script.py", level], 60, environment)
+    print(done.stdout, done.stderr)
+    if needed:
+        assert done.returncode != 0
+        said = f"MPI was initialised with THREAD_{level}, but mpiddp needs THREAD_{needed}"
+        assert said in done.stderr
+    else:
+        assert (done.returncode, done.stdout.count("done")) == (0, ranks)
