@@ -1,7 +1,8 @@
 """Say what this process waits for in MPI_Init and MPI_Finalize, and end it if MPI_Init never ends.
 
 Nobody else could: mpi4py holds the GIL in MPI_Init, and calls MPI_Finalize when the interpreter has
-ended. So a thread speaks that uses nothing of Python.
+ended. So a thread speaks that uses nothing of Python. Where the program itself calls MPI_Finalize,
+what must end before that ends first.
 """
 
 import contextlib
@@ -70,6 +71,8 @@ cdef double PERIOD = 0.25
 
 cdef bint _watches_finalize = False
 
+_ends_before = None
+
 
 @contextlib.contextmanager
 def watched_init(str who, str why, double say, double limit, bint speaks):
@@ -106,6 +109,26 @@ def watch_finalize(str who, str why, double say):
     # MPI_Finalize begins with this (MPI-4.0, section 11.2.4).
     check(mpi.when_freed(mpi.comm_self, _on_finalize, watch), b"MPI_Comm_set_attr", mpi.comm_self)
     _watches_finalize = True
+
+
+def call_before_finalize(function):
+    """Call `function` when the program calls MPI_Finalize. Not collective.
+
+    For when MPI is initialised. At the end of the interpreter it is not called. What it raises is
+    printed.
+    """
+    global _ends_before
+    if _ends_before is None:
+        check(
+            mpi.when_freed(mpi.comm_self, _before_finalize, NULL), b"MPI_Comm_set_attr",
+            mpi.comm_self)
+    _ends_before = function
+
+
+cdef void _before_finalize(void *nothing) noexcept nogil:
+    if Py_IsInitialized():
+        with gil:
+            _ends_before()
 
 
 cdef Watch *_new_watch(str who, str why, double say, double limit, bint speaks) except NULL:

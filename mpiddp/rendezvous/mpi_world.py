@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from mpiddp import launchers, settings
 from mpiddp.flight_recorder import ranks_here
-from mpiddp.mpi import start_and_end, uncaught
+from mpiddp.mpi import at_end, start_and_end, uncaught
 from mpiddp.mpi.compatibility import refuse_two_libraries
 from mpiddp.mpi.library import linked_version
 from mpiddp.mpi.running_library import identify, mapped_libraries
@@ -56,6 +56,7 @@ def checked_communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     if MPI.Is_finalized():
         raise RuntimeError("MPI has been finalised; it cannot be initialised twice")
     _watch_finalize(MPI.COMM_WORLD)
+    start_and_end.call_before_finalize(at_end.run)
     uncaught.watch_if_initialised()
     if comm is None:
         if joining.is_joining() and joining.folder_to_join() is None:

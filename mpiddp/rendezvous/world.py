@@ -67,7 +67,7 @@ class _World:
     trigger: Trigger
     topology: Topology
     environment: dict[str, str]
-    process_id: int
+    process_id: int  # -1: it has been stopped, and MPI may be finalised
     timeout: timedelta = DEFAULT_TIMEOUT
     store: LazyStore | None = None
     started: bool = False
@@ -444,8 +444,8 @@ def _leave_world(lost: bool = False) -> None:
     if world.started:
         uncaught.unwatch()
     at_end.unregister(_stop_at_exit)
-    if forks.forked():
-        return  # the threads are not here, and MPI is the parent's
+    if forks.forked() or world.process_id < 0:
+        return  # the threads are not here, and MPI is the parent's, or over
     for companion in world.companions:
         companion.leave() if lost else companion.end()
     world.completion.stop()
@@ -467,11 +467,12 @@ def _leave_world(lost: bool = False) -> None:
 def _stop_at_exit() -> None:
     """End without destroy_process_group: stop the thread, let mpi4py finalise MPI.
 
-    Nothing collective happens here, since the other ranks may be anywhere. torch's registry
-    must let go of the groups while there is an interpreter for their destructors.
+    Nothing collective happens here, since the other ranks may be anywhere. Groups go while there is
+    an interpreter for their destructors.
     """
     if _world is None or _world.process_id != os.getpid():
         return
+    _world.process_id = -1
     uncaught.check_end(at_last=True)
     uncaught.unwatch()  # threads that still run may meet what is stopped here
     for reference in _world.groups:

@@ -31,10 +31,21 @@ for _ in range(5):
     model(torch.full((1, 2), 1.0 + world.rank)).sum().backward()
     assert layer.weight.grad.tolist() == [[(world.size + 1) / 2] * 2]
     assert world.allreduce(world.rank) == world.size * (world.size - 1) // 2
-mpiddp.destroy_process_group()
-MPI.Finalize()
+if "finalize first" in sys.argv:
+    MPI.Finalize()
+if "destroy" in sys.argv:
+    mpiddp.destroy_process_group()
+if "finalize" in sys.argv:
+    MPI.Finalize()
 print("done", flush=True)
 """
+
+ENDS = [
+    ("destroy",),
+    ("finalize first",),
+    ("finalize first", "destroy"),
+    ("finalize",),
+]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -54,7 +65,8 @@ def test_own_init_and_finalize(
     """Right gradients, or one sentence; and MPI may be finalised after destroy_process_group."""
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {"MPIDDP_PROGRESS_THREAD": thread}
-    done = mpirun.run(ranks, [tmp_path / "script.py", level], 60, environment)
+    arguments = [tmp_path / "script.py", level, "destroy", "finalize"]
+    done = mpirun.run(ranks, arguments, 60, environment)
     print(done.stdout, done.stderr)
     if needed:
         assert done.returncode != 0
@@ -62,3 +74,15 @@ def test_own_init_and_finalize(
         assert said in done.stderr
     else:
         assert (done.returncode, done.stdout.count("done")) == (0, ranks)
+
+
+@pytest.mark.parametrize("end", ENDS, ids=" and ".join)
+def test_own_finalize(tmp_path: Path, end: tuple[str, ...]) -> None:
+    """The program finalises MPI before or after destroy_process_group, or without it, or never."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = mpirun.run(2, [tmp_path / "script.py", "MULTIPLE", *end], 60)
+    print(done.stdout, done.stderr)
+    assert done.stdout.count("done") == 2
+    nobody = end == ("destroy",)  # Open MPI takes that for a failure
+    assert done.returncode == 0 or nobody
+    assert "Traceback" not in done.stderr
