@@ -236,7 +236,7 @@ import os, time, torch, mpiddp
 mpiddp.init_process_group()
 rank = mpiddp.get_topology().rank
 model = mpiddp.DistributedDataParallel(torch.nn.Linear(8, 8))
-for _ in range(5 * 25 + 1):
+for _ in range(8 * 25 + 1):
     loss = model(torch.ones(2, 8)).sum()
     if rank == 1:
         time.sleep(0.01)
