@@ -89,6 +89,7 @@ help:
 	@echo 'make test-all run all tests on 1 to 4 ranks, and the slow ones (16 ranks and others)'
 	@echo 'make test-torch  run torch'"'"'s own distributed tests on 3 ranks (ARGS=--quick: those of DDP)'
 	@echo 'make test-mpis  with one wheel, what shows most of every room, on five MPIs (20 minutes)'
+	@echo 'make test-container  ranks in containers that have the wheel and no MPI, on three MPIs (2 minutes)'
 	@echo 'make test-faults  each fault at each moment, on one machine and on hosts (30 minutes)'
 	@echo 'make test-sanitizers  tests with the sanitizers of addresses, undefined behaviour and threads'
 	@echo 'make test-arm compiled for 64-bit Arm, ranks that meet in memory under qemu (3 minutes; WHEEL=yes: the wheel)'
@@ -144,6 +145,16 @@ test-mpis: wheel
 		$(MAKE) --no-print-directory test MPI=$$mpi WHEEL=yes \
 			ARGS="-n $$ranks -m 'essential and (mpi or smoke)'" || exit 1; \
 	done; done
+
+# Ranks in containers that have the wheel and no MPI. What images have in common lies outside of the clone.
+.PHONY: test-container
+test-container: $(CREATED)
+	[ "$$($(BIN)/python packaging/fitting_wheel.py)" != . ] || $(MAKE) --no-print-directory wheel
+	packaging/containers/image.sh $(BIN)
+	for mpi in openmpi mpich intel; do \
+		$(MAKE) --no-print-directory test MPI=$$mpi WHEEL=yes \
+			ARGS="-n 1 tests/project/test_container.py" || exit 1; \
+	done
 
 # Every fault at every moment; `make test` has a sample.
 .PHONY: test-faults

@@ -16,13 +16,16 @@ __all__ = ["ROOT", "Hosts", "reason_to_skip", "start_hosts"]
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "tests" / "lab" / "cluster"
-# What srun needs to start ranks of the PyPI wheels.
+# What srun needs to start ranks. The variables are for the PyPI wheels; Debian's MPIs go without.
 SRUN = {
     "Open MPI": ("pmix", {"PMIX_MCA_gds": "hash", "PMIX_MCA_psec": "native"}),
     "MPICH": ("pmi2", {"MPIR_CVAR_CH4_NETMOD": "ofi"}),
+    "Intel MPI": ("pmi2", {}),
 }
 # Programs are to need none of what a Makefile or an mpirun before them may have set.
-LEFT_OUT = ("OMPI_", "PRTE_", "PMIX_", "PMI_", "MPIR_", "MPICH_", "SLURM_", "OMP_")
+LEFT_OUT = (
+    *("OMPI_", "PRTE_", "PMIX_", "PMI_", "MPIR_", "MPICH_", "I_MPI_", "FI_", "SLURM_", "OMP_"),
+)
 
 
 class Hosts:
@@ -68,11 +71,25 @@ class Hosts:
         nodes: int = 2,
         options: Sequence[str] = (),
         timeout: float = 60,
+        plugin: str = "",
+        variables: Mapping[str, str] | None = None,
     ) -> "subprocess.CompletedProcess[str]":
-        """Run `python COMMAND` on so many ranks, as many on each node."""
-        plugin, variables = SRUN[self.mpi]
+        """Run `python COMMAND` on so many ranks, as many on each node.
+
+        Args:
+            command: a script and its arguments.
+            ranks: how many.
+            nodes: on how many nodes.
+            options: more of srun.
+            timeout: seconds.
+            plugin: another one than that of the running MPI.
+            variables: others than this MPI's wheel needs.
+        """
+        fitting, needed = SRUN[self.mpi]
+        plugin = plugin or fitting
+        variables = needed if variables is None else variables
         settings = [
-            f"{name}={value}" for name, value in (variables | {"OMP_NUM_THREADS": "1"}).items()
+            f"{name}={value}" for name, value in {**variables, "OMP_NUM_THREADS": "1"}.items()
         ]
         # Elsewhere than in the root, where the uncompiled mpiddp lies.
         done = self.try_cluster(
