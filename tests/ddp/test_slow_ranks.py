@@ -1,5 +1,6 @@
 """A rank that the others wait for is found and told, and `mpiddp.metrics` has the numbers."""
 
+import re
 import time
 
 import mpirun
@@ -255,8 +256,7 @@ def test_it_is_told_once(leaves: str) -> None:
     lines = [line for line in done.stderr.splitlines() if "have waited for" in line]
     assert len(lines) == 1, done.stderr
     assert "have waited for rank 1 on " in lines[0]
-    assert "More than the others it spends 10" in lines[0]
-    assert "ms in the backward." in lines[0]
+    assert re.search(r"More than the others it spends .*\d ms in the backward\.", lines[0])
 
 
 @pytest.mark.smoke
