@@ -26,7 +26,7 @@ from mpiddp.mpi.nodes import Topology, find_topology
 from mpiddp.process_group import asked_backend
 from mpiddp.process_group.futures import FutureCompleter
 from mpiddp.rendezvous import absent, joining, launch_checks, worlds_apart
-from mpiddp.rendezvous.companion import Companion
+from mpiddp.rendezvous.companion import Companion, world_has_begun
 from mpiddp.rendezvous.failing import end_unless_all_fail
 from mpiddp.rendezvous.mpi_world import (
     _check_thread_level,
@@ -167,6 +167,7 @@ def begin_world(
     _world.timeout = timeout
     _world.started = True
     at_end.register(_stop_at_exit)
+    world_has_begun()
 
 
 def _come(ranks: MPI.Intracomm, timeout: timedelta) -> MPI.Intracomm:
@@ -446,7 +447,7 @@ def _leave_world(lost: bool = False) -> None:
     at_end.unregister(_stop_at_exit)
     if forks.forked():
         return  # the threads are not here, and MPI is the parent's
-    for companion in world.companions:
+    for companion in list(world.companions):
         companion.leave() if lost else companion.end()
     world.completion.stop()
     world.requests.engine.stop()
