@@ -65,23 +65,29 @@ if not _hand_over(__path__[0]):  # else the installed package is in the place of
     if _settings.SHARED_PARAMETERS.read_before_init():
         _importlib.import_module("mpiddp.optim.adopted").install()
 
+    if _settings.TRACE.read_before_init():
+        _importlib.import_module("mpiddp.tracing.session").follow_world()
+
     if _TYPE_CHECKING:
         from mpiddp.checkpoint import saving as _saving  # noqa: F401
         from mpiddp.data_parallel.wrapper import DataParallel
         from mpiddp.elastic import running as _running  # noqa: F401
         from mpiddp.optim import node_optimizer as _node_optimizer  # noqa: F401
         from mpiddp.preemption import notice as _notice  # noqa: F401
+        from mpiddp.tracing.session import trace
 
     # Each of a thousand ranks asks the filesystem for what it imports: rooms that many programs do
     # not use are imported when they are.
     _LATE_ROOMS = ("checkpoint", "elastic", "optim", "preemption")
 
     def __getattr__(name: str) -> object:
-        """Import a room, or DataParallel, at its first use."""
+        """Import a room, DataParallel or trace at its first use."""
         if name in _LATE_ROOMS:
             return _importlib.import_module(f"mpiddp.{name}")
         if name == "DataParallel":
             return _importlib.import_module("mpiddp.data_parallel.wrapper").DataParallel
+        if name == "trace":
+            return _importlib.import_module("mpiddp.tracing.session").trace
         raise AttributeError(f"module 'mpiddp' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
@@ -104,4 +110,5 @@ if not _hand_over(__path__[0]):  # else the installed package is in the place of
         "metrics",
         "optim",
         "preemption",
+        "trace",
     ]

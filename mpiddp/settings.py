@@ -30,6 +30,8 @@ __all__ = [
     "SLOW_RANKS",
     "STALL_SECONDS",
     "START_SECONDS",
+    "TRACE",
+    "TRACE_STEPS",
     "TRANSPORT",
     "TRIAL_SECONDS",
     "WIRE",
@@ -123,6 +125,13 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise ValueError
     return int(text)
+
+
+def _positive(text: str) -> int:
+    number = _count(text)
+    if not number:
+        raise ValueError
+    return number
 
 
 def _seconds(text: str) -> float:
@@ -354,6 +363,24 @@ TRIAL_SECONDS = Setting(
     _seconds,
     90.0,
 )
+TRACE: Setting[Path | None] = Setting(
+    "MPIDDP_TRACE",
+    "the name of a folder",
+    "unset",
+    "Where to write a trace of the first steps to: when each rank did what, for Perfetto.",
+    True,
+    lambda text: Path(text) if text else None,
+    None,
+)
+TRACE_STEPS = Setting(
+    "MPIDDP_TRACE_STEPS",
+    "a positive number",
+    "100",
+    "After how many backward passes a trace of MPIDDP_TRACE ends.",
+    True,
+    _positive,
+    100,
+)
 
 SETTINGS: tuple[Setting[Any], ...] = (
     TRANSPORT,
@@ -374,4 +401,6 @@ SETTINGS: tuple[Setting[Any], ...] = (
     INTERFACE,
     JOIN,
     TRIAL_SECONDS,
+    TRACE,
+    TRACE_STEPS,
 )

@@ -5,7 +5,7 @@ Chunks start strictly in order of job and offset, so that they match on all rank
 
 from mpiddp.engine.interface cimport (
     CHUNK_FINISHED, CHUNK_WAITS, ChannelState, ChunkProgress, EngineState, Job, Transport,
-    chunk_of, count_chunk, fail, note_end,
+    chunk_of, count_chunk, fail, note_chunk, note_end,
 )
 from mpiddp.mpi.calls cimport MPI_SUCCESS
 from mpiddp.system.kernels cimport element_bytes
@@ -73,6 +73,7 @@ cdef int start_chunks(EngineState *state, ChannelState *channel) noexcept nogil:
         channel.slot_job[slot] = job
         channel.slot_count[slot] = count
         channel.slots_used += 1
+        note_chunk(job, count)
         job.started += count
         advanced += 1
         if job.started == job.count:

@@ -2,8 +2,8 @@
 
 from mpiddp.system.kernels cimport ElementType
 from mpiddp.system.posix cimport (
-    peek_id, pthread_cond_t, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock, pthread_t,
-    put, put_time, store,
+    now, peek_id, pthread_cond_t, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock,
+    pthread_t, put, put_time, store,
 )
 
 
@@ -11,6 +11,12 @@ cdef struct JobRecord:
     # What the flight recorder keeps of a job.
     long long id
     double ended            # seconds on the monotonic clock; 0: not yet
+    # While a trace is on: whether to note the moments below, which are 0 where they are not known.
+    int traced
+    double filled           # the first gradient came
+    double waited           # a thread began to wait for it
+    double first_chunk      # was handed to the transport, as was
+    double last_chunk
 
 
 cdef struct Job:
@@ -138,6 +144,25 @@ cdef inline void note_end(Job *job, double time) noexcept nogil:
         put_time(&job.record.ended, time)
         if peek_id(&job.shown.id) == job.record_id:
             put_time(&job.shown.ended, time)
+
+
+cdef inline void note_chunk(Job *job, size_t count) noexcept nogil:
+    # Before `count` is added to `started`.
+    cdef double time
+    if job.record != NULL and job.record.traced and peek_id(&job.record.id) == job.record_id:
+        time = now()
+        if job.started == 0:
+            put_time(&job.record.first_chunk, time)
+        if job.started + count == job.count:
+            put_time(&job.record.last_chunk, time)
+
+
+cdef inline void note_wait(Job *job) noexcept nogil:
+    if (
+        job.record != NULL and job.record.traced and job.record.waited == 0
+        and peek_id(&job.record.id) == job.record_id
+    ):
+        job.record.waited = now()
 
 
 cdef inline void count_chunk(EngineState *state) noexcept nogil:

@@ -1,4 +1,5 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -19,6 +20,25 @@ Record = tuple[
     list[tuple[str, str, int]],
 ]
 
+# The source, the number there; the call, None for a bucket; the elements of a bucket and their
+# dtype; when it began, started and ended (-1: in failure); the thread; of a bucket when its first
+# gradient came, when it was waited for, when its first and its last chunk were sent, 0: not known.
+Taken = tuple[
+    int,
+    int,
+    tuple[str, object, torch.dtype | None, Sequence[int], int] | None,
+    int,
+    torch.dtype | None,
+    float,
+    float,
+    float,
+    int,
+    float,
+    float,
+    float,
+    float,
+]
+
 def allocate(size: int) -> None: ...
 def begin(
     source: int,
@@ -37,6 +57,10 @@ def find_call(
     source: int, number: int
 ) -> tuple[tuple[str, object, torch.dtype | None, Sequence[int], int], bool] | None: ...
 def snapshot() -> list[Record]: ...
+def trace(
+    taker: Callable[[], None] | None, reduced: Callable[[Any], None] | None = None
+) -> int: ...
+def take(since: int, unfinished: list[int]) -> tuple[int, list[Taken], list[int], int]: ...
 def first() -> int: ...
 def under_way() -> int: ...
 def seconds_per_bucket(count: int) -> float: ...

@@ -99,6 +99,11 @@ cdef long long capacity = 0
 cdef long long next_id = 0
 cdef long long first_id = 0
 
+# While a trace is on: what takes the records, called when half of the ring is new.
+_taker = None
+_reduced = None              # called when a reducer has averaged gradients
+cdef long long call_at = -1
+
 _DTYPES = {
     ELEMENT_FLOAT32: torch.float32, ELEMENT_FLOAT64: torch.float64,
     ELEMENT_FLOAT16: torch.float16, ELEMENT_BFLOAT16: torch.bfloat16,
@@ -162,10 +167,22 @@ cdef Record *_new_record(int source, long long number) noexcept:
     record.thread = PyThread_get_thread_ident()
     record.message = False
     record.depth = 0
+    record.job.traced = tracing
+    if tracing:
+        record.job.filled = record.job.waited = 0
+        record.job.first_chunk = record.job.last_chunk = 0
     next_id += 1
     # All 2000 are more than the fastest caches hold.
     mpiddp_fetch_for_writing(&records[next_id % capacity], sizeof(Record))
+    if next_id == call_at:
+        _call_taker()
     return record
+
+
+cdef void _call_taker() noexcept:
+    global call_at
+    call_at = next_id + max(capacity // 2, 1)
+    _taker()
 
 
 cdef int _note_call(Record *record, tuple call) except -1:
@@ -294,9 +311,12 @@ def fail_source(int source):
 
 
 cdef void begin_bucket(
-    int source, long long number, long long elements, int element, Job *job
+    int source, long long number, long long elements, int element, double filled, Job *job
 ) noexcept:
-    """Record that a bucket is handed to the engine, which will note its end. Needs the GIL."""
+    """Record that a bucket is handed to the engine, which will note its end. Needs the GIL.
+
+    `filled`: when its first gradient came, 0 where nobody traces.
+    """
     cdef Record *record
     job.record = NULL
     if not capacity:
@@ -306,6 +326,7 @@ cdef void begin_bucket(
     record.elements = elements
     record.element = element
     record.started = record.began
+    record.job.filled = filled
     job.record_id = record.job.id
     job.shown = last_bucket()
     job.record = &record.job
@@ -351,6 +372,65 @@ def snapshot():
         if record != NULL:
             told.append(_told(record))
     return told
+
+
+cdef int note_reduction(object reducer) except -1:
+    """Tell a trace that a reducer has averaged gradients. Only while `tracing`."""
+    if _reduced is not None:
+        _reduced(reducer)
+    return 0
+
+
+def trace(taker, reduced=None):
+    """Note for each record what a trace needs, from now on. Not collective.
+
+    Args:
+        taker: called when half of the ring is new; it is to call `take`. None: the trace ends.
+        reduced: called with each reducer that has averaged gradients, at the end of that.
+
+    Returns:
+        the id of the next record.
+    """
+    global _taker, _reduced, call_at, tracing
+    _taker, _reduced = taker, reduced
+    tracing = taker is not None
+    call_at = next_id + max(capacity // 2, 1) if tracing else -1
+    return next_id
+
+
+def take(long long since, list unfinished not None):
+    """Return what is new among the records that have ended, without frames. Not collective.
+
+    Args:
+        since: the id of the first record that is new.
+        unfinished: ids of older ones that had not ended.
+
+    Returns:
+        the id of the next record, the records, the ids of those that have not ended, and how many
+        were lost, because others have their places by now.
+    """
+    cdef long long id_, lost = 0
+    cdef Record *record
+    cdef double ended_at
+    taken, left = [], []
+    cdef long long first = max(since, next_id - capacity)
+    lost = first - since
+    for id_ in unfinished + list(range(first, next_id)):
+        record = _find(id_)
+        if record == NULL:
+            lost += 1
+            continue
+        ended_at = peek_time(&record.job.ended)
+        if ended_at == 0:
+            left.append(id_)
+            continue
+        taken.append((
+            record.source, record.number, None if record.name == NULL else _call_of(record),
+            record.elements, _DTYPES.get(record.element), record.began, record.started, ended_at,
+            record.thread, record.job.filled, record.job.waited,
+            peek_time(&record.job.first_chunk), peek_time(&record.job.last_chunk),
+        ))
+    return next_id, taken, left, lost
 
 
 def oldest():
@@ -407,6 +487,6 @@ def seconds_per_bucket(long long count):
     cdef long long index
     cdef double began = now()
     for index in range(count):
-        begin_bucket(-1, index, 1, ELEMENT_FLOAT32, &job)
+        begin_bucket(-1, index, 1, ELEMENT_FLOAT32, 0, &job)
         note_end(&job, began)
     return (now() - began) / count

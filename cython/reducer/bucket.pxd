@@ -38,6 +38,7 @@ cdef class Bucket:
     cdef public bint skipped            # never launched: no rank uses its parameters
     cdef Job job
     cdef Py_ssize_t pending         # parameters that are not ready yet
+    cdef double filled              # when the first was, while a trace is on; else 0
     cdef Py_ssize_t bytes_per_element   # as they travel
     cdef ElementType element            # of the gradients
     cdef char *flags                # see Note [Flags behind the gradients]

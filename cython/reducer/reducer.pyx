@@ -36,6 +36,7 @@ from torch.autograd import Variable
 
 from mpiddp.engine.forks cimport is_child
 from mpiddp.engine.progress cimport job_is_done
+from mpiddp.flight_recorder.ring cimport tracing
 from mpiddp.reducer.bucket cimport INCOMPLETE, MISSED, Bucket
 from mpiddp.reducer.bucket_views cimport copy_fast
 from mpiddp.reducer.gpu_bucket cimport GpuBucket
@@ -201,6 +202,8 @@ cdef class Reducer(ReducerState):
             self.note_hook(index, parameter)
             return 0
         state.left = 0
+        if tracing and bucket.filled == 0:
+            bucket.filled = now()
         self.queue_callback()
         if not self.has_rebuilt_buckets:
             self.arrival_order.append(index)

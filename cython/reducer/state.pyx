@@ -12,7 +12,8 @@ import weakref
 import torch
 
 from mpiddp.engine.engine cimport WAIT_TIMED_OUT, WaitStatus
-from mpiddp.flight_recorder.ring cimport begin_bucket
+from mpiddp.engine.interface cimport note_wait
+from mpiddp.flight_recorder.ring cimport begin_bucket, note_reduction, tracing
 from mpiddp.reducer.bucket cimport INCOMPLETE, JOINED, MISSED, Bucket
 from mpiddp.engine.progress cimport job_is_done
 from mpiddp.reducer.bucket_views cimport (
@@ -144,7 +145,8 @@ cdef class ReducerState:
         """Note in the flight recorder that a bucket is about to be handed to the engine."""
         begin_bucket(
             self.record_source, <long long>self.reductions * MOST_BUCKETS + bucket.index,
-            bucket.gradient_elements, bucket.job.element, &bucket.job)
+            bucket.gradient_elements, bucket.job.element, bucket.filled, &bucket.job)
+        bucket.filled = 0
 
     cdef _reset_counting(self):
         cdef Py_ssize_t index
@@ -153,6 +155,7 @@ cdef class ReducerState:
             self.states[index].left = self.states[index].expected
         for bucket in self.buckets:
             bucket.pending = len(bucket.parameter_indices)
+            bucket.filled = 0
             if not bucket.sparse:
                 bucket.set_flag(INCOMPLETE, False)
                 bucket.set_flag(MISSED, False)
@@ -217,6 +220,7 @@ cdef class ReducerState:
         cdef double limit, last
         cdef WaitStatus status
         self.waiting_for = bucket.index
+        note_wait(&bucket.job)
         try:
             limit = self.process_group.timeout.total_seconds()  # it may have been set since
             if self.agreement is not None:
@@ -376,6 +380,8 @@ cdef class ReducerState:
             self.backward_ended, self.communication_ended,
         ) and self.comparison is not None:
             self.comparison()
+        if tracing:
+            note_reduction(self)
 
     def keep_buckets(self):
         """Never rebuild the buckets: parameters lie in their order, too. Not collective."""

@@ -26,6 +26,7 @@ from mpiddp.checkpoint.shared_folders import is_proved, prove
 from mpiddp.checkpoint.trees import Copier
 from mpiddp.checkpoint.writer_lock import only_writer
 from mpiddp.torch_internals.group_twins import twin_of
+from mpiddp.torch_internals.regions import region
 
 __all__ = ["async_save", "save", "write"]
 
@@ -117,17 +118,18 @@ def save(
     """
     ranks = Ranks(group)
     place, sharded = _agree(ranks, state, root, step, keep)
-    if sharded:
-        return _save_sharded(state, *place, group)
-    path, error = None, None
-    if ranks.rank == 0:
-        try:
-            path = write(state, *place)
-        except Exception as failure:
-            error = failure
-    raise_together(ranks, error, "save a checkpoint")
-    saved: Path = ranks.from_first(path)
-    return saved
+    with region("checkpoint"):
+        if sharded:
+            return _save_sharded(state, *place, group)
+        path, error = None, None
+        if ranks.rank == 0:
+            try:
+                path = write(state, *place)
+            except Exception as failure:
+                error = failure
+        raise_together(ranks, error, "save a checkpoint")
+        saved: Path = ranks.from_first(path)
+        return saved
 
 
 def async_save(
@@ -166,7 +168,8 @@ def async_save(
     copy, error = None, None
     if sharded or ranks.rank == 0:
         try:
-            copy = Copier().copied(state)
+            with region("checkpoint: copy"):
+                copy = Copier().copied(state)
         except Exception as failure:
             error = failure
     raise_together(ranks, error, "copy the state")
@@ -242,6 +245,7 @@ def _agree(
     return place, told[0][1]
 
 
+@region("checkpoint: write")
 def write(state: Any, root: Path, step: int, keep: int) -> Path:
     """Save a state by this process alone. Not collective.
 
@@ -263,6 +267,7 @@ def write(state: Any, root: Path, step: int, keep: int) -> Path:
     return path
 
 
+@region("checkpoint: write")
 def _save_sharded(
     state: Any, root: Path, step: int, keep: int, group: dist.ProcessGroup | None
 ) -> Path:

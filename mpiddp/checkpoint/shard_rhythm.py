@@ -20,6 +20,7 @@ from mpiddp.checkpoint.node_copies import Memories
 from mpiddp.checkpoint.ranks import Ranks
 from mpiddp.checkpoint.shard_snapshots import write_shards
 from mpiddp.checkpoint.trees import Copier
+from mpiddp.torch_internals.regions import region
 
 __all__ = ["ShardRhythm"]
 
@@ -109,7 +110,8 @@ class ShardRhythm:
         steps = set(self._ranks.gather(step))
         if len(steps) == 1 and None not in steps:
             assert step is not None
-            write_shards(copy, self._root, step, self._memories, self._ranks, self._group)
+            with region("snapshot: write"):
+                write_shards(copy, self._root, step, self._memories, self._ranks, self._group)
         cost = _BESIDES * (self._copying_seconds + time.thread_time() - began)
         seconds = (self._last_call - self._first_call) / max(self._count - 1, 1)
         told = self._ranks.gather((count, self._count, cost / max(seconds, 1e-9)))

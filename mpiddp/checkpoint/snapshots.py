@@ -29,6 +29,7 @@ from mpiddp.checkpoint.ranks import Ranks, raise_together
 from mpiddp.checkpoint.saving import write
 from mpiddp.checkpoint.sharded import is_sharded
 from mpiddp.checkpoint.trees import Copier
+from mpiddp.torch_internals.regions import region
 
 if TYPE_CHECKING:
     from mpiddp.checkpoint.shard_rhythm import ShardRhythm
@@ -164,7 +165,8 @@ class Snapshots:
         if not self._make_root():
             return False
         self._began = time.monotonic()
-        copy = self._copier.copied(state())
+        with region("snapshot: copy"):
+            copy = self._copier.copied(state())
         self._copying_seconds = time.monotonic() - self._began
         self._writing = self._thread.submit(self._write, copy, step)
         return True
@@ -360,5 +362,6 @@ class Snapshots:
         """Write a snapshot, and return the seconds of a core that it took."""
         _open.add(self)
         began = time.thread_time()
-        write(state, self._root, step, keep=1)
+        with region("snapshot: write"):
+            write(state, self._root, step, keep=1)
         return time.thread_time() - began

@@ -56,6 +56,7 @@ class TorchReducer(Reducer):
     # Given by the process group: which of its wrapped modules this is, see wrapped_modules.py.
     number: int
     module_name: str
+    joins = False  # whether it is, or was, within join()
     narrow_parameters: NarrowParameters | None = None  # in mixed precision on the CPU
     kept: KeptParameters | None = None  # None: it has no hooks any more
     _unused_before: Sequence[int] | None = None
@@ -243,7 +244,11 @@ class TorchReducer(Reducer):
 
     def finish_backward(self) -> None:
         """Wait for the buckets and write the means, as in `Reducer`. Collective."""
-        super().finish_backward()
+        if is_profiling():
+            with torch.profiler.record_function("mpiddp:wait at the end of backward"):
+                super().finish_backward()
+        else:
+            super().finish_backward()
         self._forward_in = None
         if not TorchReducer.has_averaged:
             TorchReducer.has_averaged = True

@@ -55,6 +55,7 @@ class UnevenInputs(ParameterSharing):
 
         Collective.
         """
+        self.reducer.joins = True
         shared = self._shared_parameters
         ranks = torch.tensor([float(not is_joined_rank and self.require_backward_grad_sync)])
         dist.all_reduce(ranks, group=self.process_group)

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["Companion"]
+__all__ = ["Companion", "at_start", "world_has_begun"]
+
+# Called on all ranks when a world has begun.
+at_start: list[Callable[[], None]] = []
+
+
+def world_has_begun() -> None:
+    """Call what waits for a world. Collective."""
+    for function in at_start:
+        function()
 
 
 class Companion(Protocol):

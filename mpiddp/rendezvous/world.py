@@ -26,7 +26,7 @@ from mpiddp.mpi.nodes import Topology, find_topology
 from mpiddp.process_group import asked_backend
 from mpiddp.process_group.futures import FutureCompleter
 from mpiddp.rendezvous import absent, joining, launch_checks, worlds_apart
-from mpiddp.rendezvous.companion import Companion
+from mpiddp.rendezvous.companion import Companion, world_has_begun
 from mpiddp.rendezvous.failing import end_unless_all_fail
 from mpiddp.rendezvous.mpi_world import (
     _check_thread_level,
@@ -167,6 +167,7 @@ def begin_world(
     _world.timeout = timeout
     _world.started = True
     at_end.register(_stop_at_exit)
+    world_has_begun()
 
 
 def _come(ranks: MPI.Intracomm, timeout: timedelta) -> MPI.Intracomm:
@@ -446,7 +447,7 @@ def _leave_world(lost: bool = False) -> None:
     at_end.unregister(_stop_at_exit)
     if forks.forked() or world.process_id < 0:
         return  # the threads are not here, and MPI is the parent's, or over
-    for companion in world.companions:
+    for companion in list(world.companions):
         companion.leave() if lost else companion.end()
     world.completion.stop()
     world.requests.engine.stop()
@@ -467,8 +468,7 @@ def _leave_world(lost: bool = False) -> None:
 def _stop_at_exit() -> None:
     """End without destroy_process_group: stop the thread, let mpi4py finalise MPI.
 
-    Nothing collective happens here, since the other ranks may be anywhere. Groups go while there is
-    an interpreter for their destructors.
+    Nothing here is collective: the other ranks may be anywhere. Groups must go before Python does.
     """
     if _world is None or _world.process_id != os.getpid():
         return

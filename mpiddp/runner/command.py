@@ -177,6 +177,13 @@ def _make_parser(name: str = NAME) -> _Parser:
         help="write the output of each rank to DIR/rank-RANK.out and .err; that of rank 0 and "
         "what ends the job are printed as well",
     )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="DIR",
+        help="write to DIR when each rank did what in the first steps, for Perfetto "
+        "(MPIDDP_TRACE_STEPS: how many, 100 if it is unset)",
+    )
     return parser
 
 
@@ -186,7 +193,7 @@ def _parse(parser: _Parser, arguments: Sequence[str]) -> tuple[argparse.Namespac
     rest = list(arguments)
     while rest and rest[0].startswith("-") and rest[0] not in _KINDS:
         own.append(rest.pop(0))
-        if own[-1] in ("--backend", "--log-dir") and rest:
+        if own[-1] in ("--backend", "--log-dir", "--trace") and rest:
             own.append(rest.pop(0))
     options = parser.parse_args(own)
     kind = "script"
@@ -221,6 +228,11 @@ def _direct_output(options: argparse.Namespace, rank: int) -> None:
 def _replace(options: argparse.Namespace, program: Program, started: StartedRanks) -> str:
     """Replace the parts of torch that the options name; return in words what was replaced."""
     replaced = []
+    if options.trace is not None:
+        from mpiddp.tracing.session import follow_world  # which most jobs do not use
+
+        os.environ[settings.TRACE.name] = os.fspath(options.trace.absolute())
+        follow_world()
     if options.shared_parameters:
         from mpiddp.optim import adopted  # which most jobs do not use
 

@@ -31,6 +31,8 @@ def watch() -> None:
 
     def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         global _stepped
+        if _stepped:  # it stays: torch is going through the hooks, of which others may follow
+            return
         gradients = [
             parameter.grad
             for group in optimizer.param_groups
@@ -38,10 +40,8 @@ def watch() -> None:
             if parameter.grad is not None
         ]
         _stepped = sum(gradient.numel() for gradient in gradients)
-        if _stepped:
-            handle.remove()
 
-    handle = register_optimizer_step_post_hook(after_step)
+    register_optimizer_step_post_hook(after_step)
 
 
 def watch_groups() -> None:

@@ -311,6 +311,7 @@ PRIVATE_NAMES = [
         "checkpoint/shard_files",
         "where a shard lies, in lists of shards that are read without running code",
     ),
+    *_names("torch.utils.data.dataloader.", "_BaseDataLoaderIter", "tracing/hooks", "batches"),
     *_names(
         "torch.serialization.",
         "_get_layout",

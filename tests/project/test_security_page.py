@@ -88,6 +88,7 @@ PLACES = {
         "mpiddp/runner/command.py": "the runner's `--log-dir`",
         "mpiddp/runner/output.py": "the runner's `--log-dir`",
         "mpiddp/runner/output_relay.py": "the runner's `--log-dir`",
+        "mpiddp/tracing/rank_file.py": "in the folder that you name",
         "mpiddp/transports/gpu_trial.py": "what the trial of a GPU prints",
         "mpiddp/watch/node_ends.py": "the bell of a node",
     },
@@ -220,10 +221,10 @@ def test_each_variable_is_harmless_or_named() -> None:
 
 
 def test_no_variable_of_its_own_names_a_file() -> None:
-    """But for the folder of a job that lets others in, which the page names."""
+    """But for the folders of a job that lets others in, and of traces, which the page names."""
     ours = {setting.name for setting in SETTINGS if re.search("file|folder|path", setting.type)}
-    assert ours == {"MPIDDP_JOIN"}
-    assert "`MPIDDP_JOIN`" in PAGE
+    assert ours == {"MPIDDP_JOIN", "MPIDDP_TRACE"}
+    assert all(f"`{name}`" in PAGE for name in ours)
 
 
 def test_each_exception_of_the_linter_says_why() -> None:

@@ -42,6 +42,11 @@ ENDINGS = {
         beside = dist.new_group(backend="gloo")
         train(torch.nn.parallel.DistributedDataParallel(model, process_group=beside))
         """,
+    "wrapped, with a hook of all optimizers": """
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+        register_optimizer_step_post_hook(lambda *_: None)
+        train(torch.nn.parallel.DistributedDataParallel(model))
+        """,
     "without training": """
         model(torch.ones(2, 8))
         """,
