@@ -13,6 +13,7 @@ the process group.
 from mpiddp.engine.progress cimport job_is_done
 from mpiddp.reducer.bucket cimport COUNT, INCOMPLETE, JOINED, MISSED, Bucket, overlaps
 from mpiddp.reducer.state cimport ReducerState
+from mpiddp.reducer.step_times cimport WINDOW
 from mpiddp.system.posix cimport load
 from mpiddp.reducer import sparse
 
@@ -30,8 +31,8 @@ def begin(ReducerState reducer not None, double divisor):
         RuntimeError: the transport has failed, or sparse gradients could not be reduced.
     """
     cdef Bucket bucket
-    if not reducer.reductions:
-        reducer._before_first_reduction()
+    if reducer.reductions % WINDOW == 0:
+        reducer._before_reduction()
     # This rank's last forward may have had no backward.
     reducer.expect(False)
     reducer._reset_counting()

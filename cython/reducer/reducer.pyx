@@ -42,6 +42,7 @@ from mpiddp.reducer.bucket_views cimport copy_fast
 from mpiddp.reducer.gpu_bucket cimport GpuBucket
 from mpiddp.reducer.lazy cimport release, release_unused
 from mpiddp.reducer.state cimport ParameterState, ReducerState
+from mpiddp.reducer.step_times cimport WINDOW
 from mpiddp.system.helpers cimport has_helpers
 from mpiddp.system.posix cimport now
 from mpiddp.torch_internals.tensors cimport has_gradient
@@ -267,8 +268,8 @@ cdef class Reducer(ReducerState):
             if self.ready == 0:
                 if self.gradient_as_bucket_view:
                     self.move_strangers_out()
-                if not self.reductions:
-                    self._before_first_reduction()
+                if self.reductions % WINDOW == 0:
+                    self._before_reduction()
                 for index in self.never_used:
                     parameter = self.parameters[index]
                     self.mark_ready(index, parameter, parameter.grad, False)

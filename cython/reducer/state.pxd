@@ -80,7 +80,7 @@ cdef class ReducerState:
     cdef readonly double communication_ended
     cdef readonly Py_ssize_t iterations     # forward passes whose gradients were to be reduced
     cdef readonly StepTimes times
-    cdef public object comparison       # called when WINDOW steps have ended, or None
+    cdef public object comparison       # what tells the other ranks of these times, or None
 
     cdef public int record_source           # of its buckets in the flight recorder
 

@@ -48,7 +48,7 @@ class ReducerState:
     backward_ended: float
     communication_ended: float
     times: StepTimes
-    comparison: Callable[[], None] | None
+    comparison: Any
     def __init__(
         self,
         parameters: Sequence[torch.Tensor],

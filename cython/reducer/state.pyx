@@ -20,7 +20,7 @@ from mpiddp.reducer.bucket_views cimport (
     copy_fast, copy_to_view, find_view, is_in_place, write_gradient,
 )
 from mpiddp.reducer.gpu_bucket cimport GpuBucket
-from mpiddp.reducer.step_times cimport StepTimes
+from mpiddp.reducer.step_times cimport WINDOW, StepTimes
 from mpiddp.system.posix cimport now
 from mpiddp.torch_internals.tensors cimport gradient_address, has_gradient
 from mpiddp.flight_recorder.ring import fail_source
@@ -321,8 +321,8 @@ cdef class ReducerState:
     def note_error(self, error):
         """Take note of an error that a hook is about to raise. Not collective."""
 
-    def _before_first_reduction(self):
-        """Begin what `agreement` ends. Collective."""
+    def _before_reduction(self):
+        """Begin what goes beside this reduction. Collective. Called before each WINDOW of them."""
 
     cdef int contribute_old(self, Py_ssize_t index, object parameter, object gradient) except -1:
         """Contribute what earlier backwards left, or zeros; flag whether that is a gradient."""
@@ -375,13 +375,13 @@ cdef class ReducerState:
             self.incomplete = False
         if not self.incomplete:
             self.missing = []
-        if self.times.note(
+        self.times.note(
             self.forward_began, self.backward_began, self.communication_began,
-            self.backward_ended, self.communication_ended,
-        ) and self.comparison is not None:
-            self.comparison()
+            self.backward_ended, self.communication_ended)
         if tracing:
             note_reduction(self)
+        if self.reductions % WINDOW == 1 and self.comparison is not None:
+            self.comparison.end()
 
     def keep_buckets(self):
         """Never rebuild the buckets: parameters lie in their order, too. Not collective."""

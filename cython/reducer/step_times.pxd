@@ -12,7 +12,7 @@ cdef class StepTimes:
     cdef readonly long long idle_steps  # those in which this rank had no gradients
     cdef float[WINDOW] waits
 
-    cdef bint note(
+    cdef void note(
         self, double forward_began, double backward_began, double communication_began,
         double backward_ended, double ended
     ) noexcept

@@ -16,11 +16,11 @@ COMPARED = WINDOW
 cdef class StepTimes:
     """The times of one module's steps, on this rank. Not collective."""
 
-    cdef bint note(
+    cdef void note(
         self, double forward_began, double backward_began, double communication_began,
         double backward_ended, double ended
     ) noexcept:
-        """Note a step that has ended; return whether WINDOW of them are there to be compared.
+        """Note a step that has ended.
 
         A rank without inputs, in join(), has no backward of its own in the step.
         """
@@ -45,7 +45,6 @@ cdef class StepTimes:
             self.all_exposed += self.exposed
         else:
             self.idle_steps += 1
-        return self.steps % WINDOW == 0
 
     def last(self):
         """Return the seconds of the last step. Not collective.

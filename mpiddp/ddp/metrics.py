@@ -125,7 +125,6 @@ def _slowest(reducer: TorchReducer, asked: Asked) -> tuple[int, float, float]:
     comparison = reducer.comparison
     if not isinstance(comparison, StepComparison):
         return asked.slowest
-    comparison.look()
     last = comparison.last
     if last is not None and last is not asked.of:
         asked.of = last

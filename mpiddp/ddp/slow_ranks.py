@@ -5,10 +5,11 @@ Note [The rank that all wait for]
 All ranks end a reduction together, and each waits for it from the end of its own backward on. The
 rank that comes last waits least: its wait is that of communication alone. What the others wait
 longer is its doing. So the waits of one step say who was the last and what that cost, and no clock
-of another rank is needed. The ranks tell each other their waits of 25 steps in one message each,
-which nobody waits for. It travels on the communicator of the module's own gradients, between two
-reductions, in the same order on all ranks. Where a GPU computes, the end of backward is that of its
-launch, and the waits say nothing.
+of another rank is needed. The ranks tell each other their waits of 25 steps beside the gradients of
+the next one: that begins before the first bucket is launched, on the communicator of the module's
+own gradients, so all ranks have begun it when the gradients are reduced, and it ends there. Nothing
+of it is under way when a program ends: MPICH's MPI_Finalize takes up to half a minute then. Where a
+GPU computes, the end of backward is that of its launch, and the waits say nothing.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ __all__ = ["SlowRank", "StepComparison", "Window", "comparison_of", "slowest_of"
 
 # Windows that are looked at: the last 100 steps.
 _WINDOWS = 4
+# Seconds that a comparison may take that all ranks have begun.
+_PATIENCE = 10.0
 # A rank is late in a step if the others wait for it longer than this share of the step.
 _LATE = 0.02
 # It is told if it is late in so many of the steps, and so much of all of them is lost.
@@ -139,9 +142,7 @@ def slowest_of(windows: list[Window]) -> SlowRank | None:
 
 
 class StepComparison:
-    """Lets the ranks of one module compare their steps. Called on all after COMPARED steps.
-
-    Not collective, but the calls are, in the order of reductions: nothing is waited for.
+    """Lets the ranks of one module compare their steps, after each COMPARED of them.
 
     Args:
         reducer: the module's.
@@ -157,19 +158,11 @@ class StepComparison:
         self._told: list[int] = []
         self._silent, self._next_silent = 0, 2 * _WINDOWS
 
-    def __call__(self) -> None:
-        """Take what the others said of the steps before, and tell them of these. Collective."""
+    def begin(self) -> None:
+        """Tell the others of the last COMPARED steps. Collective, before gradients are reduced."""
         reducer = self._reducer()
-        assert reducer is not None
-        self.look()
-        self._tell()
-        # Metrics must not end a job: a group that is broken says so in its own operations.
-        try:
-            self._exchange(reducer)
-        except RuntimeError:
-            reducer.comparison = None
-
-    def _exchange(self, reducer: ReducerState) -> None:
+        if reducer is None or self._pending is not None:  # begun in a backward that failed
+            return
         from mpi4py import MPI  # initialises MPI, which importing this file must not
 
         totals = reducer.times.totals()
@@ -180,21 +173,27 @@ class StepComparison:
         own = numpy.array([host, *parts, *reducer.times.last_waits()])
         group = reducer.process_group
         self._everyone = numpy.empty((group.size(), own.size))
-        request = reducer.channel.communicator.Iallgather(
-            [own, own.nbytes, MPI.BYTE], [self._everyone, own.nbytes, MPI.BYTE]
+        communicator, everyone = reducer.channel.communicator, self._everyone
+        self._pending = group.pending(
+            lambda: communicator.Iallgather(
+                [own, own.nbytes, MPI.BYTE], [everyone, own.nbytes, MPI.BYTE]
+            ),
+            "MPI_Iallgather",
+            own,
+            everyone,
         )
-        self._pending = group.pending(request, "MPI_Iallgather", own, self._everyone)
-        group.under_way.leave(self._pending)
+        self._pending.begin()  # an error of it is raised where it ends
 
-    def look(self) -> None:
-        """Take what all ranks have said, if it is there. Not collective."""
-        pending = self._pending
-        if pending is None or not pending.done:
+    def end(self) -> None:
+        """Take what the others have told, and say which rank is slow. Collective, after that."""
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
-        self._pending = None
+        # Metrics must not end a job: a group that is broken says so in its own operations.
         with contextlib.suppress(RuntimeError):
-            pending.test()  # raises what it has ended with
-            self._windows.append(Window(self._everyone))
+            if pending.wait(_PATIENCE):
+                self._windows.append(Window(self._everyone))
+                self._tell()
 
     @property
     def windows(self) -> list[Window]:

@@ -122,7 +122,11 @@ class TorchReducer(Reducer):
         self.agreement = HookAgreement(self, self.travel)
         self.travel = None
 
-    _before_first_reduction = begin_agreement
+    def _before_reduction(self) -> None:
+        if not self.reductions:
+            self.begin_agreement()
+        elif self.comparison is not None:
+            self.comparison.begin()
 
     def reach_agreement(self) -> None:
         """Compare how gradients travel before buffers are copied, unless that was done. Collective.

@@ -105,6 +105,15 @@ FAULTS = (
     ),
     Fault(
         ("MPICH",),
+        (5, 0),
+        (5, 1),
+        "does not notice that ranks in user namespaces of their own cannot read each other's "
+        "memory: Other MPI error in large messages",
+        "one container for the ranks of a node, or MPIR_CVAR_CH4_CMA_ENABLE=0 and "
+        "UCX_POSIX_USE_PROC_LINK=n",
+    ),
+    Fault(
+        ("MPICH",),
         (3, 4, 3),
         (3, 4, 4),
         "MPIX_Query_cuda_support aborts the process",

@@ -39,7 +39,8 @@ def launchers_that_fit() -> str:
     """Return in words how to start ranks. Not collective."""
     return (
         f"Use the mpirun of that MPI (with the PyPI wheels: the one beside {sys.executable}), or "
-        f"srun with its plugin (Open MPI: srun --mpi=pmix; MPICH, Intel MPI: --mpi=pmi2)."
+        f"srun with its plugin (Open MPI: srun --mpi=pmix; MPICH and Intel MPI: srun "
+        f"--mpi=pmi2)."
     )
 
 

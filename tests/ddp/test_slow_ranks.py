@@ -104,14 +104,6 @@ def train(model: nn.Module, steps: int, late: int = -1) -> None:
         loss.backward()
 
 
-def compared(model: DDP) -> dict[str, float]:
-    """Return the numbers once the other ranks' are there."""
-    end = time.monotonic() + 20
-    while (found := mpiddp.metrics(model))["slowest_rank"] < 0 and time.monotonic() < end:
-        time.sleep(0.001)
-    return found
-
-
 @pytest.mark.mpi
 class TestMetrics:
     def test_before_the_first_step(self, model: DDP) -> None:
@@ -163,8 +155,8 @@ class TestMetrics:
     @pytest.mark.mpi(min_size=2)
     @pytest.mark.parametrize("late", [0, 1])
     def test_slowest_rank(self, model: DDP, late: int) -> None:
-        train(model, COMPARED, late)
-        found = compared(model)
+        train(model, COMPARED + 1, late)
+        found = mpiddp.metrics(model)
         assert found["slowest_rank"] == late
         assert found["slowest_share"] > 0.7
         if late == RANK:
@@ -201,6 +193,19 @@ class TestMetrics:
         train(model, 2)
         assert mpiddp.metrics(compiled)["step"] == 2
 
+    @pytest.mark.mpi(min_size=2)
+    def test_backward_that_fails_on_all_ranks(self, model: DDP) -> None:
+        """What it has begun ends by itself; the module is wrapped again, as the errors say."""
+        train(model, COMPARED)
+        parameter = next(model.parameters())
+        handle = parameter.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(model, 1)
+        handle.remove()
+        again = DDP(model.module)
+        train(again, COMPARED + 1)
+        assert again.reducer.comparison.last is not None
+
     def test_what_is_not_wrapped_is_refused(self) -> None:
         with pytest.raises(TypeError, match="not Linear"):
             mpiddp.metrics(nn.Linear(1, 1))
@@ -219,17 +224,18 @@ class TestMetrics:
         with torch.device("meta"):
             for _ in range(COMPARED):
                 model(torch.ones(2, 8, device="cpu")).sum().backward()
-        train(model, COMPARED)
+        train(model, 1)
         assert model.reducer.comparison.last is not None
 
+    @pytest.mark.mpi(min_size=2)
     def test_one_after_another(self, model: DDP) -> None:
-        """A module that goes right after a comparison has begun leaves nothing behind."""
+        """A module that goes right after a comparison leaves nothing behind."""
         for _ in range(3):
             other = DDP(nn.Linear(4, 4))
-            for _ in range(COMPARED):
+            for _ in range(COMPARED + 1):
                 other(torch.ones(2, 4)).sum().backward()
+            assert other.reducer.comparison.last is not None
             del other
-        train(model, COMPARED)
 
 
 PROGRAM = """
