@@ -1,0 +1,232 @@
+"""Read the page in which a rank keeps what it does, see Note [A page for others] in page.pyx.
+
+The sign of the rank tells where the page has what.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["BUCKETS", "Act", "Module", "Pace", "Page", "read"]
+
+# As in mpiddp/flight_recorder/sources.py, which needs torch: backward passes above, buckets below.
+BUCKETS = 1 << 24
+
+_MOST_BYTES = 1 << 20
+# A rank is in the middle of writing for less than a microsecond.
+_ATTEMPTS = 20
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How many there were, and since when: see Note [Two marks] in page.pyx.
+
+    Attributes:
+        count: all.
+        last: seconds on the monotonic clock.
+        before_count: at an earlier moment.
+        before: that moment.
+    """
+
+    count: int = 0
+    last: float = 0.0
+    before_count: int = 0
+    before: float = 0.0
+
+
+@dataclass(frozen=True)
+class Act:
+    """An operation, or a bucket of gradients. Times are seconds on the monotonic clock.
+
+    Attributes:
+        words: what it is.
+        source: the name of its group or module, "" if it is not known.
+        number: in its source.
+        began: when.
+        ended: 0: not yet; negative: it was given up.
+    """
+
+    words: str
+    source: str
+    number: int
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True)
+class Module:
+    """The steps of a wrapped module.
+
+    Attributes:
+        name: of its class, "" if it is not known.
+        source: its number in this rank.
+        steps: that have ended.
+        step: seconds of the last one.
+        exposed: seconds of all steps in which the rank has waited for gradients.
+        before_exposed: the same at `steps.before`.
+        slowest: the rank for which the others have waited most often, -1: none.
+        late: in so many steps.
+        compared: of so many, 0: the ranks have not compared their steps.
+        waited: seconds that this rank has waited for the last one in the mean step of these.
+        mean_step: seconds of the mean step.
+    """
+
+    name: str
+    source: int
+    steps: Pace
+    step: float
+    exposed: float
+    before_exposed: float
+    slowest: int
+    late: int
+    compared: int
+    waited: float
+    mean_step: float
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a rank tells.
+
+    Attributes:
+        left: whether it has left its world.
+        operation: the last one that it has begun.
+        bucket: the last one.
+        operations: how many it has begun.
+        modules: those that have made a step.
+        sources: names of groups and modules that it knows.
+    """
+
+    left: bool = False
+    operation: Act | None = None
+    bucket: Act | None = None
+    operations: Pace = Pace()
+    modules: list[Module] = field(default_factory=list)
+    sources: frozenset[str] = frozenset()
+
+
+def read(descriptor: int, layout: Mapping[str, Any]) -> Page:
+    """Return what a page tells. Not collective.
+
+    Args:
+        descriptor: of its memory.
+        layout: where it has what, as `page.layout()` returns it.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: the layout is not one that this function knows.
+    """
+    try:
+        return _parse(_Bytes(_whole(descriptor, layout), layout))
+    except (KeyError, TypeError, IndexError, struct.error) as error:
+        raise ValueError(f"what it shows has another form: {error!r}") from error
+
+
+def _whole(descriptor: int, layout: Mapping[str, Any]) -> bytes:
+    """Return bytes that belong together; those of the last attempt, if a writer stands still."""
+    size = min(int(layout["bytes"]), _MOST_BYTES)
+    offset, form = layout["writes"]
+    length = struct.calcsize(form)
+    memory = b""
+    for _ in range(_ATTEMPTS):
+        before = os.pread(descriptor, length, offset)
+        memory = os.pread(descriptor, size, 0)
+        after = os.pread(descriptor, length, offset)
+        if before == after and not struct.unpack(form, before)[0] & 1:
+            break
+    return memory
+
+
+class _Bytes:
+    """A page's bytes, by the names of its layout."""
+
+    def __init__(self, memory: bytes, layout: Mapping[str, Any]) -> None:
+        self._memory = memory
+        self._layout = layout
+
+    def all(self, name: str, start: int = 0) -> tuple[Any, ...]:
+        offset, form = self._layout[name]
+        return struct.unpack_from("=" + form, self._memory, start + offset)
+
+    def one(self, name: str, start: int = 0) -> Any:
+        return self.all(name, start)[0]
+
+    def text(self, name: str, start: int = 0) -> str:
+        words: bytes = self.one(name, start)
+        return words.partition(b"\0")[0].decode(errors="replace")
+
+    def places(self, name: str) -> list[int]:
+        """Return the offsets of all places of an array."""
+        first, size, count = self._layout[name]
+        return [first + size * place for place in range(count)]
+
+    def pace(self, name: str, start: int = 0) -> Pace:
+        count, last, _, _, before_count, before = self.all(name, start)
+        return Pace(count, last, before_count, before)
+
+
+def _parse(page: _Bytes) -> Page:
+    numbered = {}
+    for place in page.places("sources"):
+        words = page.text("source.words", place)
+        if words:
+            numbered[page.one("source.number", place)] = words
+    return Page(
+        bool(page.one("left")),
+        _operation(page, numbered),
+        _bucket(page, numbered),
+        page.pace("operations"),
+        [
+            _module(page, place, numbered)
+            for place in page.places("modules")
+            if page.one("module.source", place) >= 0 and page.pace("module.steps", place).count > 0
+        ],
+        frozenset(numbered.values()),
+    )
+
+
+def _operation(page: _Bytes, sources: Mapping[int, str]) -> Act | None:
+    if page.one("operation.id") < 0:
+        return None
+    words = page.text("operation.name") + page.text("operation.detail")
+    dtype = page.text("operation.dtype")
+    if dtype:
+        shape = page.all("operation.shape")[: max(page.one("operation.dimensions"), 0)]
+        words += f" of {dtype} {shape}"
+    tensors = page.one("operation.tensors")
+    if tensors > 1:
+        words += f" and {tensors - 1} more"
+    return Act(
+        words,
+        sources.get(page.one("operation.source"), ""),
+        page.one("operation.number"),
+        page.one("operation.began"),
+        page.one("operation.ended"),
+    )
+
+
+def _bucket(page: _Bytes, sources: Mapping[int, str]) -> Act | None:
+    if page.one("bucket.id") < 0:
+        return None
+    source, number = sources.get(page.one("bucket.source"), ""), page.one("bucket.number")
+    backward, index = divmod(number, BUCKETS)
+    words = f"bucket {index} of backward pass {backward + 1} of {source or 'a module'}"
+    return Act(words, source, number, page.one("bucket.began"), page.one("bucket.ended"))
+
+
+def _module(page: _Bytes, place: int, sources: Mapping[int, str]) -> Module:
+    source = page.one("module.source", place)
+    return Module(
+        sources.get(source, ""),
+        source,
+        page.pace("module.steps", place),
+        page.one("module.step", place),
+        page.one("module.exposed", place),
+        page.one("module.before_exposed", place),
+        *page.all("module.slowest", place),
+        *page.all("module.waited", place),
+    )
