@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import re
 import time
@@ -59,14 +60,14 @@ class _Process:
     """What is kept of a process."""
 
     sign: dict[str, Any] = field(default_factory=dict)
-    page: int = -1
+    page: mmap.mmap | None = None
     command: str = ""
     next_sign: float = 0.0
 
     def close(self) -> None:
-        if self.page >= 0:
-            os.close(self.page)
-        self.page = -1
+        if self.page is not None:
+            self.page.close()
+        self.page = None
 
 
 class Finder:
@@ -132,19 +133,22 @@ class Finder:
             process.page = _open_page(process_id, world.get("page", -1))
 
 
-def _open_page(process_id: int, descriptor: Any) -> int:
-    """Return a descriptor of what a rank shows, -1 if it is not this user's page of a rank."""
+def _open_page(process_id: int, descriptor: Any) -> mmap.mmap | None:
+    """Return what a rank shows, None if that is not this user's page of a rank."""
     path = f"{PROC}/{process_id}/fd/{descriptor}"
+    opened = -1
     try:
         if os.readlink(path) != _PAGE:
-            return -1
+            return None
         opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return -1
-    if os.fstat(opened).st_uid != os.getuid():
-        os.close(opened)
-        return -1
-    return opened
+        if os.fstat(opened).st_uid != os.getuid():
+            return None
+        return mmap.mmap(opened, 0, prot=mmap.PROT_READ)
+    except (OSError, ValueError):
+        return None
+    finally:
+        if opened >= 0:
+            os.close(opened)
 
 
 def _rank_of(process_id: int, process: _Process, usage: Usage) -> Rank | None:
@@ -160,7 +164,7 @@ def _rank_of(process_id: int, process: _Process, usage: Usage) -> Rank | None:
     if version != __version__:
         theirs = f"mpiddp {version}" if version else "an older mpiddp"
         problem = f"runs {theirs}, and this is {__version__}: ask with the Python of that job"
-    elif process.page < 0:
+    elif process.page is None:
         problem = "shares no memory in which it could be seen"
     else:
         try:

@@ -5,8 +5,9 @@ The sign of the rank tells where the page has what.
 
 from __future__ import annotations
 
-import os
+import mmap
 import struct
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +17,10 @@ __all__ = ["BUCKETS", "Act", "Module", "Pace", "Page", "read"]
 # As in mpiddp/flight_recorder/sources.py, which needs torch: backward passes above, buckets below.
 BUCKETS = 1 << 24
 
-_MOST_BYTES = 1 << 20
-# A rank is in the middle of writing for less than a microsecond.
-_ATTEMPTS = 20
+# Seconds that a rank may take to write, for some tens of nanoseconds, if the system lets others run
+# meanwhile. One that is stopped there is shown as it is.
+_PATIENCE = 0.02
+_PAUSE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -109,36 +111,36 @@ class Page:
     sources: frozenset[str] = frozenset()
 
 
-def read(descriptor: int, layout: Mapping[str, Any]) -> Page:
+def read(memory: mmap.mmap, layout: Mapping[str, Any]) -> Page:
     """Return what a page tells. Not collective.
 
     Args:
-        descriptor: of its memory.
+        memory: the page.
         layout: where it has what, as `page.layout()` returns it.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: the layout is not one that this function knows.
+        ValueError: the layout is not one that this function knows, or is not that of the page.
     """
     try:
-        return _parse(_Bytes(_whole(descriptor, layout), layout))
+        return _parse(_Bytes(_whole(memory, layout), layout))
     except (KeyError, TypeError, IndexError, struct.error) as error:
         raise ValueError(f"what it shows has another form: {error!r}") from error
 
 
-def _whole(descriptor: int, layout: Mapping[str, Any]) -> bytes:
+def _whole(memory: mmap.mmap, layout: Mapping[str, Any]) -> bytes:
     """Return bytes that belong together; those of the last attempt, if a writer stands still."""
-    size = min(int(layout["bytes"]), _MOST_BYTES)
-    offset, form = layout["writes"]
-    length = struct.calcsize(form)
-    memory = b""
-    for _ in range(_ATTEMPTS):
-        before = os.pread(descriptor, length, offset)
-        memory = os.pread(descriptor, size, 0)
-        after = os.pread(descriptor, length, offset)
-        if before == after and not struct.unpack(form, before)[0] & 1:
-            break
-    return memory
+    size = int(layout["bytes"])
+    start, form = layout["writes"]
+    end = start + struct.calcsize(form)
+    until = time.monotonic() + _PATIENCE
+    while True:
+        before = memory[start:end]
+        found = memory[:size]
+        writes = struct.unpack(form, before)[0] & 1
+        if (before == memory[start:end] and not writes) or time.monotonic() > until:
+            return found
+        if writes:
+            time.sleep(_PAUSE)
 
 
 class _Bytes:

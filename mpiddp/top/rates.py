@@ -13,6 +13,8 @@ __all__ = ["Counter", "History", "main_module"]
 _WINDOW = 10.0
 # A rate is 0 if the next count is late by so many usual intervals, and so many seconds.
 _LATE, _LEAST_LATE = 3.0, 2.0
+# Linux counts processor time in hundredths of a second.
+_LEAST_USED = 0.5
 
 
 class Counter:
@@ -100,7 +102,7 @@ class History:
         """Find out which share of a core the rank uses: since the look before, or its start."""
         age, processor = rank.usage.age, rank.usage.processor
         before = self._used or (0.0, 0.0)
-        if age - before[0] >= 0.1:
+        if age - before[0] >= _LEAST_USED:
             self.processor = max(processor - before[1], 0.0) / (age - before[0])
             self._used = age, processor
 

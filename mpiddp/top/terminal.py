@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import sys
@@ -31,6 +32,7 @@ __all__ = ["watch"]
 
 # Seconds in which a change of the terminal's size is seen.
 _SLICE = 0.25
+_KEY = re.compile(rb"\x1b\[[\d;]*[A-Za-z~]|[\x00-\xff]")  # some come as several bytes
 _QUIT = {b"q", b"Q", b"\x03", b"\x04"}
 _LINES = {b"\x1b[A": -1, b"k": -1, b"\x1b[B": 1, b"j": 1}
 _PAGES = {b"\x1b[5~": -1, b"\x1b[6~": 1, b" ": 1}
@@ -46,10 +48,10 @@ def watch(host: str, look: Callable[[], Sequence[Job]], interval: float) -> int:
         interval: seconds between two looks.
     """
     console = Console()
-    with contextlib.suppress(KeyboardInterrupt), _ended_by(signal.SIGTERM), _keys() as read_key:
+    with contextlib.suppress(KeyboardInterrupt), _ended_by(signal.SIGTERM), _keys() as read_keys:
         # Not `transient`: the terminal's second screen goes away by itself.
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            _redraw(console, live, host, look, interval, read_key)
+            _redraw(console, live, host, look, interval, read_keys)
     return 0
 
 
@@ -59,22 +61,24 @@ def _redraw(
     host: str,
     look: Callable[[], Sequence[Job]],
     interval: float,
-    read_key: Callable[[float], bytes],
+    read_keys: Callable[[float], bytes],
 ) -> None:
     top = 0  # the first line that is shown
     while True:
         jobs, next_look, size = look(), time.monotonic() + interval, None
+        keys: list[bytes] = []
         while time.monotonic() < next_look:
-            if size != console.size:
+            if size != console.size or keys:
                 size = console.size
                 lines = _lines(console, host, jobs)
-            top = max(min(top, len(lines) - size.height), 0)
-            live.update(_part(lines[top : top + size.height]), refresh=True)
-            key = read_key(min(_SLICE, max(next_look - time.monotonic(), 0)))
-            if key in _QUIT:
+                top = max(min(top, len(lines) - size.height), 0)
+                live.update(_part(lines[top : top + size.height]), refresh=True)
+            keys = _KEY.findall(read_keys(min(_SLICE, max(next_look - time.monotonic(), 0))))
+            if not _QUIT.isdisjoint(keys):
                 return
-            top += _LINES.get(key, 0) + _PAGES.get(key, 0) * (size.height - 1)
-            top = 0 if key in _FIRST else top
+            for key in keys:
+                top += _LINES.get(key, 0) + _PAGES.get(key, 0) * (size.height - 1)
+                top = 0 if key in _FIRST else top
 
 
 def _lines(console: Console, host: str, jobs: Sequence[Job]) -> list[list[Segment]]:
@@ -110,11 +114,11 @@ def _part(lines: Sequence[Sequence[Segment]]) -> Segments:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bytes]]:
-    """Let keys come at once, and unseen; yield what waits for one for some seconds."""
+    """Let keys come at once, and unseen; yield what waits for some, as many seconds at most."""
 
-    def read_key(seconds: float) -> bytes:
+    def read_keys(seconds: float) -> bytes:
         if select.select([descriptor], [], [], seconds)[0]:
-            return os.read(descriptor, 16) or b"q"  # the terminal is gone
+            return os.read(descriptor, 256) or b"q"  # the terminal is gone
         return b""
 
     def wait(seconds: float) -> bytes:
@@ -129,7 +133,7 @@ def _keys() -> Iterator[Callable[[float], bytes]]:
         return
     try:
         tty.setcbreak(descriptor)
-        yield read_key
+        yield read_keys
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
