@@ -118,11 +118,11 @@ def seconds_per_show(long long count):
     Not collective. For tests and benchmarks. 0 if all places are taken.
     """
     cdef int place = take_place()
-    cdef long long index
+    cdef long long _
     cdef double began = now()
     if place < 0:
         return 0.0
-    for index in range(count):
+    for _ in range(count):
         show_step(place, 0, began, 0.01, 0.001)
     took = (now() - began) / count
     leave_place(place)

@@ -20,7 +20,7 @@ from mpiddp.top.jobs import Watcher
 from mpiddp.top.report import as_json
 from mpiddp.top.text import as_text
 
-NEEDS_RICH = "mpiddp.top: to redraw in a terminal it needs rich: python -m pip install 'mpiddp[top]'"
+NEEDS_RICH = "to redraw in a terminal it needs rich: python -m pip install 'mpiddp[top]'"
 
 
 def main(arguments: Sequence[str], name: str = "python -m mpiddp.top") -> int:
@@ -81,7 +81,7 @@ def _show(watcher: Watcher, options: argparse.Namespace) -> int:
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != "rich":
                 raise
-            print(NEEDS_RICH, file=sys.stderr)
+            print(f"mpiddp.top: {NEEDS_RICH}", file=sys.stderr)
         else:
             return in_terminal.watch(host, watcher.look, options.interval)
     width = shutil.get_terminal_size().columns if terminal else None

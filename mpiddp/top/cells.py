@@ -65,9 +65,7 @@ def _slowest(job: Job) -> str:
     for row in job.rows:
         module = row.module
         if module is not None and row.slowest >= 0 and module.late:
-            return (
-                f"rank {row.slowest} was the last in {module.late} of {module.compared} steps"
-            )
+            return f"rank {row.slowest} was the last in {module.late} of {module.compared} steps"
     return ""
 
 

@@ -48,10 +48,13 @@ def watch(host: str, look: Callable[[], Sequence[Job]], interval: float) -> int:
         interval: seconds between two looks.
     """
     console = Console()
-    with contextlib.suppress(KeyboardInterrupt), _ended_by(signal.SIGTERM), _keys() as read_keys:
-        # Not `transient`: the terminal's second screen goes away by itself.
-        with Live(console=console, screen=True, auto_refresh=False) as live:
-            _redraw(console, live, host, look, interval, read_keys)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        _ended_by(signal.SIGTERM),
+        _keys() as read_keys,
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
+        _redraw(console, live, host, look, interval, read_keys)
     return 0
 
 

@@ -36,9 +36,11 @@ def _aligned(cells: Table) -> list[str]:
     rows = [cells.titles, *cells.rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        "  ".join([
-            *(cell.rjust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)),
-            row[-1],
-        ])
+        "  ".join(
+            [
+                *(cell.rjust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)),
+                row[-1],
+            ]
+        )
         for row in rows
     ]

@@ -22,9 +22,7 @@ pytestmark = [
 def top(*arguments: str) -> str:
     """Return what the command prints into a pipe."""
     command = [sys.executable, "-m", "mpiddp.top", *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, cwd="/"
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd="/")
     print(done.stdout, done.stderr)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
@@ -59,9 +57,7 @@ def test_a_training(tmp_path: Path, ranks: int) -> None:
         assert first.size == ranks
         assert first.command.startswith(f"watched.py {job.word} ")
         check_commands(job, ranks)
-        second = job.until(
-            lambda seen: steps_of(seen.rows[0]) >= steps_of(first.rows[0]) + 40
-        )
+        second = job.until(lambda seen: steps_of(seen.rows[0]) >= steps_of(first.rows[0]) + 40)
         per_second = (steps_of(second.rows[0]) - steps_of(first.rows[0])) / (
             time.monotonic() - began
         )
@@ -125,7 +121,7 @@ def test_a_training_that_hangs(tmp_path: Path, ranks: int) -> None:
                 assert row.doing.words.endswith(" of backward pass 31 of Sequential")
                 assert row.awaited == [slow]
         text = top(job.word)
-        assert f"step 30, none for " in text
+        assert "step 30, none for " in text
         assert f"; rank {slow} is awaited\n" in text
         # A job that is killed leaves nothing behind.
         for row in seen.rows:
@@ -140,8 +136,12 @@ def test_collectives_that_hang(tmp_path: Path, ranks: int) -> None:
     slow = ranks - 1
     with watched(tmp_path, ranks, "collectives", steps=150) as job:
         going = job.until(
-            lambda seen: len(seen.rows) == ranks
-            and all(20 < row.operations < 250 and row.operations_per_second for row in seen.rows)
+            lambda seen: (
+                len(seen.rows) == ranks
+                and all(
+                    20 < row.operations < 250 and row.operations_per_second for row in seen.rows
+                )
+            )
         )
         # Two in each step of 30 ms and more.
         assert all(0 < (row.operations_per_second or 0) < 70 for row in going.rows)
