@@ -1,7 +1,7 @@
 """Show what the ranks of this user's jobs on this node do, as top does of processes.
 
     python -m mpiddp.top [--json | --once] [--interval SECONDS] [PATTERN]
-    srun --overlap --jobid N --ntasks-per-node=1 python -m mpiddp.top
+    srun --overlap --jobid JOB -N NODES --ntasks-per-node=1 python -m mpiddp.top
 
 In a terminal it redraws until q or Ctrl-C, else it prints once.
 """
@@ -33,8 +33,8 @@ def main(arguments: Sequence[str], name: str = "python -m mpiddp.top") -> int:
     parser = argparse.ArgumentParser(
         prog=name,
         description="Show what the ranks of this user's jobs on this node do.",
-        epilog="On all nodes of a job of SLURM: srun --overlap --jobid N --ntasks-per-node=1 "
-        "python -m mpiddp.top",
+        epilog="On all nodes of a job of SLURM: srun --overlap --jobid JOB -N NODES "
+        "--ntasks-per-node=1 python -m mpiddp.top",
     )
     parser.add_argument(
         "pattern",
@@ -85,11 +85,11 @@ def _show(watcher: Watcher, options: argparse.Namespace) -> int:
         else:
             return in_terminal.watch(host, watcher.look, options.interval)
     width = shutil.get_terminal_size().columns if terminal else None
-    return _say(as_text(host, watcher.look(), width))
+    mixed = os.environ.get("SLURM_STEP_NUM_NODES", "1") != "1"
+    return _say(as_text(host, watcher.look(), width, mixed))
 
 
 def _say(text: str) -> int:
-    # In one piece: below srun several nodes print at once.
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -13,13 +13,14 @@ __all__ = ["NOBODY", "as_text"]
 NOBODY = "no rank of mpiddp runs here as this user"
 
 
-def as_text(host: str, jobs: Sequence[Job], width: int | None = None) -> str:
+def as_text(host: str, jobs: Sequence[Job], width: int | None = None, mixed: bool = False) -> str:
     """Return all jobs of a host, with a line's end. Not collective.
 
     Args:
         host: its name.
         jobs: as they were looked at.
         width: columns that there are; None: as many as it takes.
+        mixed: whether lines of other hosts may come between, so that each is to name its own.
     """
     if not jobs:
         return f"{host}: {NOBODY}\n"
@@ -27,7 +28,8 @@ def as_text(host: str, jobs: Sequence[Job], width: int | None = None) -> str:
     for job in jobs:
         told = f"{host}: {summary(job)}"
         lines += [told] if width is None else textwrap.wrap(told, width)
-        lines += [line[:width] for line in _aligned(table(job, width))]
+        rows = _aligned(table(job, width))
+        lines += [f"{host}: {row}" for row in rows] if mixed else [row[:width] for row in rows]
     return "\n".join(lines) + "\n"
 
 

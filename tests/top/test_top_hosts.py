@@ -1,10 +1,12 @@
 """A job of SLURM on two nodes: `srun --overlap` shows the ranks of each."""
 
 import json
+import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import patience
 import pytest
@@ -24,12 +26,21 @@ def hosts() -> Iterator[Hosts]:
         yield made
 
 
-def top(hosts: Hosts, job: str, *arguments: str) -> str:
+def top(hosts: Hosts, job: str, *arguments: str, options: Sequence[str] = ()) -> str:
     """Return what all nodes of a job print."""
     return hosts.on_head(
-        *("srun", "--overlap", f"--jobid={job}", "--ntasks-per-node=1", "--mpi=none"),
+        *("srun", "--overlap", f"--jobid={job}", "-N2", "--ntasks-per-node=1", *options),
         *(f"--chdir={hosts.folder}", sys.executable, "-m", "mpiddp.top", *arguments),
     )
+
+
+def top_as_json(hosts: Hosts, job: str) -> dict[str, Any]:
+    """Return what each node says, by its name."""
+    top(hosts, job, "--json", options=[f"--output={hosts.folder}/top-%N.json"])
+    files = sorted(hosts.folder.glob("top-*.json"))
+    told = {path.name[len("top-") : -len(".json")]: json.loads(path.read_text()) for path in files}
+    assert all(each["host"] == host for host, each in told.items())
+    return told
 
 
 def test_each_node_prints_its_ranks(hosts: Hosts) -> None:
@@ -65,21 +76,18 @@ def test_each_node_prints_its_ranks(hosts: Hosts) -> None:
     assert [line.split(":")[0] for line in heads] == ["node1", "node2"]
     assert all(" of 3; step " in line for line in heads)
     assert all("rank 2 was the last in " in line for line in heads)
-    rows = [line.split() for line in lines if line.lstrip()[:1].isdigit()]
-    assert sorted(row[0] for row in rows) == ["0", "1", "2"]
+    rows = [line.split()[:2] for line in lines if re.match(r"node\d: +\d+ +\d", line)]
+    assert sorted(rows) == sorted([f"{host}:", str(rank)] for rank, host in ranks.items())
     (hosts.folder / "stop").touch()
 
 
-def wait_for_steps(hosts: Hosts, job: str, output: Path) -> dict[str, dict[str, list[dict]]]:
+def wait_for_steps(hosts: Hosts, job: str, output: Path) -> dict[str, Any]:
     """Return what each host says, by its name, when all ranks have made 60 steps."""
     end = time.monotonic() + patience.enough(90)
     while time.monotonic() < end:
         state = hosts.on_head("squeue", "--noheader", f"--jobs={job}", "--format=%T")
         if state == "RUNNING":
-            told = {
-                each["host"]: each
-                for each in map(json.loads, top(hosts, job, "--json").splitlines())
-            }
+            told = top_as_json(hosts, job)
             rows = [
                 row for each in told.values() for found in each["jobs"] for row in found["ranks"]
             ]
