@@ -18,17 +18,20 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
+from importlib.util import find_spec, module_from_spec
 from types import FrameType
 
 _HELP = """\
 usage: mpiddp run [options] (SCRIPT | -m MODULE | -c CODE) [argument ...]
        mpiddp doctor [--json] [--quick]
+       mpiddp top [options] [PATTERN]
        mpiddp flight-recorder [options] FOLDER
        mpiddp launch mpirun [options] COMMAND [argument ...]
        mpiddp --version | --help
 
 run              run a script written for torchrun on MPI, as it is: mpirun -n 4 mpiddp run train.py
 doctor           say what mpiddp finds on this machine, and what is wrong: mpirun -n 4 mpiddp doctor
+top              show what the ranks on this node do now, as top does of processes
 flight-recorder  say in words what the ranks of a job did last
 launch           start Open MPI's mpirun, and end with 1 if it has lost a host, where it ends with 0
 
@@ -48,7 +51,7 @@ def main() -> int:
     if name == "launch":
         return _launch(arguments)
     if name not in _COMMANDS:
-        return _complain(f"there is no command {name!r}: run, doctor, flight-recorder or launch", 2)
+        return _complain(f"there is no command {name!r}: {', '.join(_COMMANDS)} or launch", 2)
     try:
         command = _COMMANDS[name]()
     except ImportError as error:
@@ -97,7 +100,17 @@ def _flight_recorder() -> Callable[[Sequence[str], str], int]:
     return flight_recorder.main
 
 
-_COMMANDS = {"run": _run, "doctor": _doctor, "flight-recorder": _flight_recorder}
+def _top() -> Callable[[Sequence[str], str], int]:
+    # The package without what its import loads: torch, and an MPI.
+    spec = find_spec("mpiddp")
+    assert spec is not None
+    sys.modules["mpiddp"] = module_from_spec(spec)
+    from mpiddp.top import __main__ as top
+
+    return top.main
+
+
+_COMMANDS = {"run": _run, "doctor": _doctor, "top": _top, "flight-recorder": _flight_recorder}
 
 
 # The pages that Open MPI's launcher prints when it has lost its daemon on a host, and the host.

@@ -11,9 +11,11 @@
 Importing this package does not initialise MPI.
 """
 
+from mpiddp.asked_module import asked_module as _asked_module
 from mpiddp.source_folder import hand_over as _hand_over
 
-if not _hand_over(__path__[0]):  # else the installed package is in the place of this one
+# Else the installed package is in the place of this one; or nothing of torch and MPI is wanted.
+if not _hand_over(__path__[0]) and _asked_module() != "mpiddp.top":
     import importlib as _importlib
     import sys as _sys
     from typing import TYPE_CHECKING as _TYPE_CHECKING
@@ -26,10 +28,9 @@ if not _hand_over(__path__[0]):  # else the installed package is in the place of
         _check_torch()
     except ImportError as _error:
         # Python imports the package before the module that -m names, which so cannot say it.
-        _words = _sys.orig_argv[-len(_sys.argv) :]
-        if _sys.argv[0] != "-m" or _words[0].removeprefix("-m") != "mpiddp.doctor":
+        if _asked_module() != "mpiddp.doctor":
             raise
-        _status = _importlib.import_module("mpiddp_command").refused(_error, "--json" in _words)
+        _status = _importlib.import_module("mpiddp_command").refused(_error, "--json" in _sys.argv)
         if _status is None:
             raise
         raise SystemExit(_status) from None

@@ -14,3 +14,12 @@ cdef int show_operation(
     PyObject *dtype, int tensors, int dimensions, const long long *shape
 ) except -1
 cdef void show_end(long long id_, double time) noexcept
+
+# Of a wrapped module, in one of few places.
+cdef int take_place() noexcept
+cdef void leave_place(int place) noexcept
+cdef void show_step(int place, int source, double ended, double step, double exposed) noexcept
+cdef void show_comparison(
+    int place, long long slowest, long long late, long long compared, double waited,
+    double mean_step
+) noexcept

@@ -6,8 +6,18 @@ A rank that is stopped, or that holds the GIL, answers no question. So each keep
 and the last bucket in a memfd, which the others map when a world begins (process_group's
 node_states.py); they read it even after it has died. It is written beside the record in the ring,
 see Note [Records]: some numbers, and words only where they are not those of the operation before.
-Nothing is locked. Whoever reads it while it is written may get half of each; that is rare, since
-one reads the pages of ranks that are stuck.
+Nothing is locked. `writes` is odd while a thread that has the GIL writes: whoever finds the same
+even number before and after it has read, has read what belongs together. `left`, and the time at
+which an operation or a bucket ends, may change meanwhile: each is one store. `mpiddp top` looks at
+ranks that run, and reads again. Ranks of the node read pages of ranks that are stuck, and once.
+
+It also counts operations and, of each wrapped module, steps (Note [Two marks]). `mpiddp top` has no
+compiled code of ours: it finds its way by `layout`, which each rank's sign tells it.
+
+Note [Two marks]
+~~~~~~~~~~~~~~~~
+Who looks once must be told how fast a rank is, now and not since its start. So each 32nd count is
+noted with its time, and the one before is kept: since that one there were 32 to 63 counts.
 """
 
 from cpython.ref cimport PyObject
@@ -33,10 +43,27 @@ cdef extern from "<string.h>":
     size_t strnlen(const char *, size_t)
 
 
+cdef extern from *:
+    """
+    /* A writer that has raised between the two has left an odd number. */
+    static inline void mpiddp_begin_writing(unsigned long long *writes)
+    {
+        __atomic_store_n(writes, *writes | 1, __ATOMIC_RELAXED);
+        __atomic_thread_fence(__ATOMIC_RELEASE);
+    }
+    static inline void mpiddp_end_writing(unsigned long long *writes)
+    { __atomic_store_n(writes, (*writes | 1) + 1, __ATOMIC_RELEASE); }
+    """
+    void begin_writing "mpiddp_begin_writing"(unsigned long long *) noexcept
+    void end_writing "mpiddp_end_writing"(unsigned long long *) noexcept
+
+
 cdef enum:
     MOST_BYTES = 48
     MOST_DIMENSIONS = 8
     MOST_SOURCES = 48
+    MOST_MODULES = 4
+    MARK = 32               # a power of two
 
 
 cdef struct ShownOperation:
@@ -64,10 +91,38 @@ cdef struct ShownSource:
     char[MOST_BYTES + 4] words
 
 
+cdef struct ShownPace:
+    # See Note [Two marks]. Times are seconds on the monotonic clock.
+    long long count
+    double last             # when the last one came
+    long long marked_count
+    double marked
+    long long before_count
+    double before
+
+
+cdef struct ShownModule:
+    long long source        # of its buckets; -1: the place is free
+    ShownPace steps
+    double step             # seconds of the last
+    double exposed          # seconds of all steps: see StepTimes, as for the marks
+    double marked_exposed
+    double before_exposed
+    # Of the last steps that ranks have compared; `compared` is 0 before that.
+    long long slowest       # the rank in the world that was late most often; -1: none
+    long long late          # in so many of
+    long long compared
+    double waited           # seconds that this rank has waited for the last one, in the mean step
+    double mean_step        # seconds of this rank
+
+
 cdef struct Page:
     int left                # whether the process has left its world
+    unsigned long long writes
     ShownOperation operation
     ShownBucket bucket
+    ShownPace operations    # their beginnings
+    ShownModule[MOST_MODULES] modules
     ShownSource[MOST_SOURCES] sources
 
 
@@ -95,8 +150,11 @@ _descriptor = -1
 
 
 cdef void _forget(Page *each) noexcept:
+    cdef int index
     memset(each, 0, sizeof(Page))
     each.operation.job.id = each.bucket.job.id = -1
+    for index in range(MOST_MODULES):
+        each.modules[index].source = -1
 
 
 def share():
@@ -122,7 +180,13 @@ def share():
         memcpy(&view[0], page, sizeof(Page))
         page = <Page *>&view[0]
     page.operation.job.id = page.bucket.job.id = -1
+    memset(&page.operations, 0, sizeof(ShownPace))
     page.left = False
+    return _descriptor
+
+
+def descriptor():
+    """Return the descriptor of the memory that `share` has shared, -1 without. Not collective."""
     return _descriptor
 
 
@@ -170,11 +234,13 @@ cdef JobRecord *last_bucket() noexcept:
 
 
 cdef void show_bucket(long long id_, int source, long long number, double began) noexcept:
+    begin_writing(&page.writes)
     put_id(&page.bucket.job.id, id_)
     put_time(&page.bucket.job.ended, 0)
     page.bucket.began = began
     page.bucket.number = number
     page.bucket.source = source
+    end_writing(&page.writes)
 
 
 cdef int show_operation(
@@ -184,8 +250,10 @@ cdef int show_operation(
     cdef ShownOperation *shown = &page.operation
     cdef const char *text
     cdef Py_ssize_t length
+    begin_writing(&page.writes)
     put_id(&shown.job.id, id_)
     put_time(&shown.job.ended, 0)
+    _advance(&page.operations, began)
     shown.began = began
     shown.number = number
     shown.source = source
@@ -214,7 +282,62 @@ cdef int show_operation(
             _dtypes[<object>dtype] = words
         _put_words(shown.dtype, MOST_BYTES, words)
         _hold(&shown_dtype, dtype)
+    end_writing(&page.writes)
     return 0
+
+
+cdef bint _advance(ShownPace *pace, double time) noexcept:
+    """Count one; return whether that made a mark."""
+    pace.count += 1
+    pace.last = time
+    if pace.count == 1:
+        pace.marked_count, pace.marked = 1, time
+        pace.before_count, pace.before = 1, time
+    elif pace.count & (MARK - 1):
+        return False
+    else:
+        pace.before_count, pace.before = pace.marked_count, pace.marked
+        pace.marked_count, pace.marked = pace.count, time
+    return True
+
+
+cdef int take_place() noexcept:
+    """Return a place for a module's steps, -1 if all are taken."""
+    cdef int place
+    for place in range(MOST_MODULES):
+        if page.modules[place].source < 0:
+            memset(&page.modules[place], 0, sizeof(ShownModule))
+            return place
+    return -1
+
+
+cdef void leave_place(int place) noexcept:
+    page.modules[place].source = -1
+
+
+cdef void show_step(
+    int place, int source, double ended, double step, double exposed
+) noexcept:
+    cdef ShownModule *shown = &page.modules[place]
+    begin_writing(&page.writes)
+    shown.source = source
+    shown.step = step
+    shown.exposed = exposed
+    if _advance(&shown.steps, ended):
+        shown.before_exposed = shown.marked_exposed if shown.steps.count > 1 else exposed
+        shown.marked_exposed = exposed
+    end_writing(&page.writes)
+
+
+cdef void show_comparison(
+    int place, long long slowest, long long late, long long compared, double waited,
+    double mean_step
+) noexcept:
+    cdef ShownModule *shown = &page.modules[place]
+    begin_writing(&page.writes)
+    shown.slowest, shown.late, shown.compared = slowest, late, compared
+    shown.waited, shown.mean_step = waited, mean_step
+    end_writing(&page.writes)
 
 
 cdef void show_end(long long id_, double time) noexcept:
@@ -269,3 +392,56 @@ def read(bytes memory not None):
             found.bucket.job.ended,
         )
     return operation, bucket, bool(found.left)
+
+
+def layout():
+    """Return where a page has what: by name, the offset and the format of `struct`.
+
+    Not collective. Of modules and sources, the offset of the first one, the bytes of each, and
+    how many places there are; what is in one begins with "module." or "source.".
+    """
+    cdef Page *at = &own
+    cdef ShownModule *module = &own.modules[0]
+    cdef ShownSource *source = &own.sources[0]
+
+    def after(size_t place, str form):
+        return [place - <size_t>at, form]
+
+    def pace(str name, size_t place):
+        # Its members are 8 bytes each, in the order of ShownPace.
+        return {name: [place, "qdqdqd"]}
+
+    words = f"{MOST_BYTES}s"
+    return {
+        "bytes": sizeof(Page),
+        "left": after(<size_t>&at.left, "i"),
+        "writes": after(<size_t>&at.writes, "Q"),
+        "operation.id": after(<size_t>&at.operation.job.id, "q"),
+        "operation.ended": after(<size_t>&at.operation.job.ended, "d"),
+        "operation.began": after(<size_t>&at.operation.began, "d"),
+        "operation.number": after(<size_t>&at.operation.number, "q"),
+        "operation.source": after(<size_t>&at.operation.source, "i"),
+        "operation.tensors": after(<size_t>&at.operation.tensors, "i"),
+        "operation.dimensions": after(<size_t>&at.operation.dimensions, "i"),
+        "operation.name": after(<size_t>&at.operation.name, words),
+        "operation.detail": after(<size_t>&at.operation.detail, words),
+        "operation.dtype": after(<size_t>&at.operation.dtype, words),
+        "operation.shape": after(<size_t>&at.operation.shape, f"{MOST_DIMENSIONS}q"),
+        "bucket.id": after(<size_t>&at.bucket.job.id, "q"),
+        "bucket.ended": after(<size_t>&at.bucket.job.ended, "d"),
+        "bucket.began": after(<size_t>&at.bucket.began, "d"),
+        "bucket.number": after(<size_t>&at.bucket.number, "q"),
+        "bucket.source": after(<size_t>&at.bucket.source, "i"),
+        **pace("operations", <size_t>&at.operations - <size_t>at),
+        "modules": [<size_t>module - <size_t>at, sizeof(ShownModule), MOST_MODULES],
+        "module.source": [<size_t>&module.source - <size_t>module, "q"],
+        **pace("module.steps", <size_t>&module.steps - <size_t>module),
+        "module.step": [<size_t>&module.step - <size_t>module, "d"],
+        "module.exposed": [<size_t>&module.exposed - <size_t>module, "d"],
+        "module.before_exposed": [<size_t>&module.before_exposed - <size_t>module, "d"],
+        "module.slowest": [<size_t>&module.slowest - <size_t>module, "qqq"],
+        "module.waited": [<size_t>&module.waited - <size_t>module, "dd"],
+        "sources": [<size_t>source - <size_t>at, sizeof(ShownSource), MOST_SOURCES],
+        "source.number": [<size_t>&source.number - <size_t>source, "i"],
+        "source.words": [<size_t>&source.words - <size_t>source, f"{sizeof(source.words)}s"],
+    }

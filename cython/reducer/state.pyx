@@ -376,7 +376,7 @@ cdef class ReducerState:
         if not self.incomplete:
             self.missing = []
         self.times.note(
-            self.forward_began, self.backward_began, self.communication_began,
+            self.record_source, self.forward_began, self.backward_began, self.communication_began,
             self.backward_ended, self.communication_ended)
         if tracing:
             note_reduction(self)

@@ -11,8 +11,9 @@ cdef class StepTimes:
     cdef double all_steps, all_between, all_forward, all_backward, all_communication, all_exposed
     cdef readonly long long idle_steps  # those in which this rank had no gradients
     cdef float[WINDOW] waits
+    cdef int place                      # in the page that other processes see; -1: none
 
     cdef void note(
-        self, double forward_began, double backward_began, double communication_began,
+        self, int source, double forward_began, double backward_began, double communication_began,
         double backward_ended, double ended
     ) noexcept

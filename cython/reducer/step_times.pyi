@@ -1,3 +1,7 @@
+from collections.abc import Sequence
+
+import numpy
+
 COMPARED: int
 
 Seconds = tuple[float, float, float, float, float, float]
@@ -8,3 +12,8 @@ class StepTimes:
     def last(self) -> Seconds: ...
     def totals(self) -> Seconds: ...
     def last_waits(self) -> list[float]: ...
+    def show_comparison(
+        self, last: numpy.ndarray, waited: float, mean_step: float, world_ranks: Sequence[int]
+    ) -> None: ...
+
+def seconds_per_show(count: int) -> float: ...

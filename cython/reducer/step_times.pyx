@@ -8,6 +8,9 @@ for nothing else then.
 
 from libc.math cimport NAN
 
+from mpiddp.flight_recorder.page cimport leave_place, show_comparison, show_step, take_place
+from mpiddp.system.posix cimport now
+
 
 # For Python.
 COMPARED = WINDOW
@@ -16,13 +19,21 @@ COMPARED = WINDOW
 cdef class StepTimes:
     """The times of one module's steps, on this rank. Not collective."""
 
+    def __cinit__(self):
+        self.place = -1
+
+    def __dealloc__(self):
+        if self.place >= 0:
+            leave_place(self.place)
+
     cdef void note(
-        self, double forward_began, double backward_began, double communication_began,
+        self, int source, double forward_began, double backward_began, double communication_began,
         double backward_ended, double ended
     ) noexcept:
         """Note a step that has ended.
 
         A rank without inputs, in join(), has no backward of its own in the step.
+        `source`: of the module's buckets in the flight recorder.
         """
         cdef bint had_inputs = backward_ended > self.last_end
         cdef double began = self.last_end if self.last_end else forward_began
@@ -45,6 +56,37 @@ cdef class StepTimes:
             self.all_exposed += self.exposed
         else:
             self.idle_steps += 1
+        if self.steps == 1:
+            self.place = take_place()
+        if self.place >= 0:
+            show_step(self.place, source, ended, self.step, self.all_exposed)
+
+    def show_comparison(
+        self, const long long[::1] last not None, double waited, double mean_step, world_ranks
+    ):
+        """Show other processes of the node for whom the ranks have waited. Not collective.
+
+        Args:
+            last: for each step that was compared, which rank of the group was late; -1: none.
+            waited: seconds that this rank has waited for the last one, in the mean.
+            mean_step: seconds of a step of this rank, in the mean.
+            world_ranks: the world rank of each of the group's ranks.
+        """
+        cdef Py_ssize_t index, other, count, most = 0
+        cdef long long slowest = -1
+        if self.place < 0:
+            return
+        for index in range(len(last)):
+            count = 0
+            for other in range(len(last)):
+                count += last[other] == last[index]
+            if last[index] >= 0 and (
+                count > most or (count == most and last[index] < slowest)
+            ):
+                slowest, most = last[index], count
+        if slowest >= 0:
+            slowest = world_ranks[slowest]
+        show_comparison(self.place, slowest, most, len(last), waited, mean_step)
 
     def last(self):
         """Return the seconds of the last step. Not collective.
@@ -68,3 +110,20 @@ cdef class StepTimes:
         this rank had no inputs.
         """
         return [self.waits[index] for index in range(WINDOW)]
+
+
+def seconds_per_show(long long count):
+    """Return what it costs to show a step to other processes, measured over `count`.
+
+    Not collective. For tests and benchmarks. 0 if all places are taken.
+    """
+    cdef int place = take_place()
+    cdef long long _
+    cdef double began = now()
+    if place < 0:
+        return 0.0
+    for _ in range(count):
+        show_step(place, 0, began, 0.01, 0.001)
+    took = (now() - began) / count
+    leave_place(place)
+    return took

@@ -192,8 +192,20 @@ class StepComparison:
         # Metrics must not end a job: a group that is broken says so in its own operations.
         with contextlib.suppress(RuntimeError):
             if pending.wait(_PATIENCE):
-                self._windows.append(Window(self._everyone))
+                window = Window(self._everyone)
+                self._windows.append(window)
+                self._show(window)
                 self._tell()
+
+    def _show(self, window: Window) -> None:
+        """Let `python -m mpiddp.top` see whom this rank waits for."""
+        reducer = self._reducer()
+        if reducer is not None:
+            group = reducer.process_group
+            own = group.rank()
+            reducer.times.show_comparison(
+                window.last, window.waited[own], window.parts[own, 0], group.world_ranks
+            )
 
     @property
     def windows(self) -> list[Window]:

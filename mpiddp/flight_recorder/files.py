@@ -24,6 +24,7 @@ from mpiddp.private_folder import private_folder
 
 __all__ = [
     "begin", "dump", "dump_for", "dump_soon", "job_name", "rank", "say", "size_wanted", "where",
+    "world",
 ]  # fmt: skip
 
 # The watchdog and the search for dead ranks read the records, so some are kept in any case.
@@ -34,6 +35,7 @@ _PATIENCE = 5.0
 
 _job = "unknown"
 _rank = 0
+_size = 1
 _writing = threading.Lock()
 _background: threading.Thread | None = None
 _abort_is_watched = False
@@ -47,15 +49,16 @@ def job_name() -> str:
     return f"{begun}-{of_slurm}{socket.gethostname()}-{os.getpid()}"
 
 
-def begin(job: str, rank: int) -> None:
+def begin(job: str, rank: int, size: int) -> None:
     """Forget what was recorded, and record from now on. Not collective.
 
     Args:
         job: `job_name` of rank 0.
         rank: this process's in the world.
+        size: of the world.
     """
-    global _job, _rank, _abort_is_watched
-    _job, _rank = job, rank
+    global _job, _rank, _size, _abort_is_watched
+    _job, _rank, _size = job, rank, size
     ring.allocate(max(size_wanted(), _LEAST_SIZE))
     sources.begin()
     if not _abort_is_watched:
@@ -66,6 +69,11 @@ def begin(job: str, rank: int) -> None:
 def rank() -> int:
     """Return this process's rank in the world, as `begin` was told it. Not collective."""
     return _rank
+
+
+def world() -> dict[str, str | int]:
+    """Return the job's name and how many ranks it has, as `begin` was told. Not collective."""
+    return {"job": _job, "size": _size}
 
 
 def where() -> str:

@@ -11,7 +11,8 @@ import os
 import threading
 
 from mpiddp import settings
-from mpiddp.flight_recorder import files, ranks_here, signals
+from mpiddp.flight_recorder import files, page, signals
+from mpiddp.system import rank_signs
 
 __all__ = ["Trigger"]
 
@@ -26,7 +27,8 @@ class Trigger:
         self._thread: threading.Thread | None = None
         self._listen()
         listens_to = 0 if self._thread is None else self._number
-        self._sign = ranks_here.put_up_sign(listens_to, files.rank(), files.where())
+        world = {**files.world(), "page": page.descriptor(), "layout": page.layout()}
+        self._sign = rank_signs.put_up(listens_to, files.rank(), files.where(), world)
 
     def _listen(self) -> None:
         if not self._number or not files.size_wanted():
@@ -42,7 +44,7 @@ class Trigger:
 
     def stop(self) -> None:
         """Leave the signal to others. Harmless when called twice."""
-        ranks_here.take_down_sign(self._sign)
+        rank_signs.take_down(self._sign)
         self._sign = -1
         thread, self._thread = self._thread, None
         if thread is None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from mpiddp.engine import forks
-from mpiddp.flight_recorder import ranks_here
+from mpiddp.system import rank_signs
 
 __all__ = ["begin"]
 
@@ -19,4 +19,4 @@ def begin(rank: int, world_size: int) -> None:
         world_size: the number of ranks.
     """
     forks.claim(rank, world_size)
-    ranks_here.put_up_sign(0, rank, "")
+    rank_signs.put_up(0, rank, "")

@@ -1,7 +1,7 @@
 """Which processes a launcher has started on this node for this job, and what Linux knows of them.
 
 For before a world begins: a rank that has not come may not even have imported mpiddp. One that
-waits puts up a sign for the others of its node, as in flight_recorder/ranks_here.py: a memfd.
+waits puts up a sign for the others of its node, as in system/rank_signs.py: a memfd.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from mpiddp import launchers, settings
-from mpiddp.flight_recorder import ranks_here
 from mpiddp.mpi import at_end, start_and_end, uncaught
 from mpiddp.mpi.compatibility import refuse_two_libraries
 from mpiddp.mpi.library import linked_version
 from mpiddp.mpi.running_library import identify, mapped_libraries
 from mpiddp.rendezvous import joining, programs, worlds_apart
+from mpiddp.system import rank_signs
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -82,7 +82,7 @@ def _refuse_children_of_ranks() -> None:
     # A forkserver's children have another parent for the system.
     started_by = multiprocessing.parent_process()
     parent = os.getppid() if started_by is None or started_by.pid is None else started_by.pid
-    rank = ranks_here.rank_of(parent)
+    rank = rank_signs.rank_of(parent)
     if rank is not None:
         raise RuntimeError(
             f"init_process_group was called in process {os.getpid()}, which rank "

@@ -210,7 +210,7 @@ def _make_world(own: MPI.Intracomm) -> None:
     environment = {
         name: value for name, value in topology.as_environment().items() if name not in os.environ
     }
-    files.begin(own.bcast(files.job_name()), topology.rank)
+    files.begin(own.bcast(files.job_name()), topology.rank, topology.world_size)
     engine = Engine(threaded=threaded, cores=cores.beside_openmp(torch.get_num_threads()))
     requests = Requests(engine, crowded=topology.crowded)
     roll_call = RollCall(own, threaded)

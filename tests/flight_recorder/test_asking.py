@@ -13,6 +13,7 @@ import pytest
 
 from mpiddp.flight_recorder import ranks_here
 from mpiddp.flight_recorder.__main__ import main
+from mpiddp.system import rank_signs
 
 SCRIPT = """\
 import os, subprocess, sys, time
@@ -115,9 +116,9 @@ import signal, sys, time
 with open("/proc/self/comm", "wb") as file:
     file.write(b"a" * 14 + "\u00e9".encode())
 if sys.argv[1] == "rank":
-    from mpiddp.flight_recorder import ranks_here
+    from mpiddp.system import rank_signs
     signal.signal(signal.SIGUSR1, lambda number, frame: None)
-    ranks_here.put_up_sign(signal.SIGUSR1, 5, "")
+    rank_signs.put_up(signal.SIGUSR1, 5, "")
 print("ready", flush=True)
 time.sleep(60)
 """
@@ -151,6 +152,6 @@ def test_a_sign_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
     before = os.listdir("/proc/self/fd")
     monkeypatch.setattr(os, "write", full)
-    assert ranks_here.put_up_sign(signal.SIGUSR1, 0, "") == -1
+    assert rank_signs.put_up(signal.SIGUSR1, 0, "") == -1
     monkeypatch.undo()
     assert os.listdir("/proc/self/fd") == before

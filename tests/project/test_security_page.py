@@ -57,9 +57,10 @@ PLACES = {
         "cython/system/sockets.pyx": "",
     },
     "memory": {
-        "mpiddp/flight_recorder/ranks_here.py": SIGN,
         "mpiddp/rendezvous/launched_here.py": SIGN,
         "mpiddp/system/memory_files.py": SHARED,
+        "mpiddp/system/rank_signs.py": SIGN,
+        "mpiddp/top/finding.py": "with the page that [`mpiddp.top`]",
         "mpiddp/watch/dead_peers.py": "the bell of a node",
         "mpiddp/watch/node_states.py": SHARED,
         "cython/engine/memory.pyx": SHARED,

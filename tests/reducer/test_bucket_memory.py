@@ -217,13 +217,14 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0              # PR_SET_NO_NEW_PRIVS
 assert libc.prctl(22, 2, filters, 0, 0) == 0, os.strerror(ctypes.get_errno())
 
 from mpi4py import MPI
-from mpiddp.flight_recorder import page, ranks_here
+from mpiddp.flight_recorder import page
+from mpiddp.system import rank_signs
 from mpiddp.transports.shared_memory import allocate
 
 piece = memoryview(allocate(MPI.COMM_WORLD, 100)[0])
 piece[99] = 1
 assert page.share() >= 0
-assert ranks_here.put_up_sign(0, 0, "") >= 0
+assert rank_signs.put_up(0, 0, "") >= 0
 print("done")
 """
 

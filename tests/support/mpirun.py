@@ -9,12 +9,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import patience
 
-__all__ = ["find", "run", "run_command", "run_torchrun"]
+__all__ = ["find", "run", "run_command", "run_torchrun", "started"]
 
 # What the Makefile sets too. All ranks share this machine's cores: they must not be bound, and must
 # yield when they wait.
@@ -80,9 +80,6 @@ def run_command(
     command: Sequence[str], timeout: float, env: Mapping[str, str | None] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a command that starts ranks; else as `run`."""
-    # Unbuffered, print writes a line and its end apart, and the ranks' lines mix.
-    inherited = {**os.environ, "PYTHONUNBUFFERED": None}
-    merged: dict[str, str | None] = {**ENVIRONMENT, **inherited, **(env or {})}
     # Files, not pipes: a rank that outlived its mpirun would keep a pipe open.
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out,
@@ -93,7 +90,7 @@ def run_command(
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
-            env={name: value for name, value in merged.items() if value is not None},
+            env=_environment(env),
             start_new_session=True,
         )
         try:
@@ -113,6 +110,35 @@ def run_command(
             f"stdout: {result.stdout[-2000:]}\nstderr: {result.stderr[-2000:]}"
         )
     return result
+
+
+@contextlib.contextmanager
+def started(
+    n: int, args: Sequence[str | os.PathLike[str]], env: Mapping[str, str | None] | None = None
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run `python ARGS` on `n` ranks beside the test, and kill all that is left of it at the end.
+
+    What it prints goes where the test's own output goes.
+    """
+    arguments = (os.fspath(arg) for arg in args)
+    process = subprocess.Popen(
+        [find(), "-n", str(n), sys.executable, *arguments],
+        stdin=subprocess.DEVNULL,
+        env=_environment(env),
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+def _environment(env: Mapping[str, str | None] | None) -> dict[str, str]:
+    """Return this process's environment, with what is needed here and what was given."""
+    # Unbuffered, print writes a line and its end apart, and the ranks' lines mix.
+    inherited = {**os.environ, "PYTHONUNBUFFERED": None}
+    merged: dict[str, str | None] = {**ENVIRONMENT, **inherited, **(env or {})}
+    return {name: value for name, value in merged.items() if value is not None}
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

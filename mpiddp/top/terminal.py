@@ -1,0 +1,155 @@
+"""Redraw what the ranks do in a terminal until somebody presses q. Needs rich."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+
+try:
+    import termios
+    import tty
+except ImportError:  # no terminals as Linux has them
+    pass
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.segment import Segment, Segments
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from mpiddp.top.cells import summary, table
+from mpiddp.top.jobs import Job
+from mpiddp.top.text import NOBODY
+
+__all__ = ["watch"]
+
+# Seconds in which a change of the terminal's size is seen.
+_SLICE = 0.25
+_KEY = re.compile(rb"\x1b\[[\d;]*[A-Za-z~]|[\x00-\xff]")  # some come as several bytes
+_QUIT = {b"q", b"Q", b"\x03", b"\x04"}
+_LINES = {b"\x1b[A": -1, b"k": -1, b"\x1b[B": 1, b"j": 1}
+_PAGES = {b"\x1b[5~": -1, b"\x1b[6~": 1, b" ": 1}
+_FIRST = {b"\x1b[H", b"\x1b[1~", b"g"}
+
+
+def watch(host: str, look: Callable[[], Sequence[Job]], interval: float) -> int:
+    """Redraw until q or Ctrl-C; return the exit status. Not collective.
+
+    Args:
+        host: its name.
+        look: returns the jobs of now.
+        interval: seconds between two looks.
+    """
+    console = Console()
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        _ended_by(signal.SIGTERM),
+        _keys() as read_keys,
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
+        _redraw(console, live, host, look, interval, read_keys)
+    return 0
+
+
+def _redraw(
+    console: Console,
+    live: Live,
+    host: str,
+    look: Callable[[], Sequence[Job]],
+    interval: float,
+    read_keys: Callable[[float], bytes],
+) -> None:
+    top = 0  # the first line that is shown
+    while True:
+        jobs, next_look, size = look(), time.monotonic() + interval, None
+        keys: list[bytes] = []
+        while time.monotonic() < next_look:
+            if size != console.size or keys:
+                size = console.size
+                lines = _lines(console, host, jobs)
+                top = max(min(top, len(lines) - size.height), 0)
+                live.update(_part(lines[top : top + size.height]), refresh=True)
+            keys = _KEY.findall(read_keys(min(_SLICE, max(next_look - time.monotonic(), 0))))
+            if not _QUIT.isdisjoint(keys):
+                return
+            for key in keys:
+                top += _LINES.get(key, 0) + _PAGES.get(key, 0) * (size.height - 1)
+                top = 0 if key in _FIRST else top
+
+
+def _lines(console: Console, host: str, jobs: Sequence[Job]) -> list[list[Segment]]:
+    """Return all that there is to show, whatever the terminal's height."""
+    head = Text(f"mpiddp.top on {host}, {time.strftime('%H:%M:%S')}; q quits", style="dim")
+    parts: list[RenderableType] = [head]
+    for job in jobs:
+        parts += [Text(summary(job), style="bold"), _table(job, console.width)]
+    if not jobs:
+        parts.append(Text(NOBODY))
+    options = console.options.update(height=None)
+    return console.render_lines(Group(*parts), options, pad=False)
+
+
+def _table(job: Job, width: int) -> RichTable:
+    cells = table(job, width)
+    shown = RichTable(box=None, padding=(0, 1), header_style="cyan", expand=True, pad_edge=False)
+    for title in cells.titles[:-1]:
+        shown.add_column(title, justify="right", no_wrap=True)
+    shown.add_column(cells.titles[-1], ratio=1, no_wrap=True, overflow="ellipsis")
+    for row, marked in zip(cells.rows, cells.marked, strict=True):
+        shown.add_row(*map(Text, row), style="red" if marked else "")
+    return shown
+
+
+def _part(lines: Sequence[Sequence[Segment]]) -> Segments:
+    found: list[Segment] = []
+    for number, line in enumerate(lines):
+        found += [Segment.line()] if number else []
+        found += line
+    return Segments(found)
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], bytes]]:
+    """Let keys come at once, and unseen; yield what waits for some, as many seconds at most."""
+
+    def read_keys(seconds: float) -> bytes:
+        if select.select([descriptor], [], [], seconds)[0]:
+            return os.read(descriptor, 256) or b"q"  # the terminal is gone
+        return b""
+
+    def wait(seconds: float) -> bytes:
+        time.sleep(seconds)
+        return b""
+
+    try:
+        descriptor = sys.stdin.fileno()
+        before = termios.tcgetattr(descriptor)
+    except (AttributeError, OSError, ValueError, NameError, termios.error):
+        yield wait
+        return
+    try:
+        tty.setcbreak(descriptor)
+        yield read_keys
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+@contextlib.contextmanager
+def _ended_by(number: int) -> Iterator[None]:
+    """Let a signal end this program in order: the terminal is to be as before."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
