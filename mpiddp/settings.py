@@ -24,6 +24,7 @@ __all__ = [
     "KERNELS",
     "PREEMPTION_SIGNALS",
     "PROGRAMS",
+    "PROGRESS",
     "PROGRESS_THREAD",
     "SETTINGS",
     "SHARED_PARAMETERS",
@@ -144,6 +145,10 @@ def _seconds(text: str) -> float:
 def _seconds_or_none(text: str) -> float:
     """Return seconds, infinitely many for "none"."""
     return float("inf") if text == "none" else _seconds(text)
+
+
+def _seconds_or_0(text: str) -> float:
+    return 0.0 if text == "0" else _seconds(text)
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -302,6 +307,17 @@ SLOW_RANKS = Setting(
     _flag,
     True,
 )
+PROGRESS = Setting(
+    "MPIDDP_PROGRESS",
+    "a positive number, or 0",
+    "10",
+    "After how many seconds rank 0 says on stderr how far it is with the first broadcast of a "
+    "model, or with a checkpoint; and again each time that this has doubled. On a terminal, where "
+    "tqdm is installed, it draws a bar instead, after a tenth of that. 0: nothing.",
+    False,
+    _seconds_or_0,
+    10.0,
+)
 START_SECONDS: Setting[float] = Setting(
     "MPIDDP_START_SECONDS",
     "a positive number, or none",
@@ -395,6 +411,7 @@ SETTINGS: tuple[Setting[Any], ...] = (
     PREEMPTION_SIGNALS,
     STALL_SECONDS,
     SLOW_RANKS,
+    PROGRESS,
     START_SECONDS,
     PROGRAMS,
     HEARTBEAT_SECONDS,

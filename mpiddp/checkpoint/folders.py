@@ -23,6 +23,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpiddp import shown_progress
 from mpiddp.private_folder import private_folder
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Entry",
     "as_step",
     "begin",
+    "bytes_in",
     "entries",
     "entries_of_user",
     "finish",
@@ -41,6 +43,7 @@ __all__ = [
     "sums_of",
     "sync",
     "verify",
+    "whole_of",
 ]
 
 STATE = "state.pt"
@@ -182,11 +185,16 @@ def finish(writing: Path, sums: dict[str, str]) -> Path:
     (writing / SUMS).write_text(text)
     sync(writing / SUMS)
     sync(writing)
-    whole = writing.with_name(writing.name.removeprefix(".").removesuffix(_WRITING))
+    whole = whole_of(writing)
     writing.rename(whole)
     sync(whole.parent)
     _saved[whole.parent.resolve()] = int(whole.name.partition("-")[0])
     return whole
+
+
+def whole_of(writing: Path) -> Path:
+    """Return the name that a folder of `begin` gets when it is whole. Not collective."""
+    return writing.with_name(writing.name.removeprefix(".").removesuffix(_WRITING))
 
 
 def prune(root: Path, keep: int) -> None:
@@ -241,6 +249,7 @@ def sha256(path: Path) -> str:
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(block):
             digest.update(memoryview(block)[:count])
+            shown_progress.advance(count)
     return digest.hexdigest()
 
 
@@ -248,9 +257,21 @@ def sync(path: Path) -> None:
     """Return when a file, or a folder's list of names, is on the disk. Not collective."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        size = os.fstat(descriptor).st_size
+        shown_progress.while_drawing(lambda: os.fsync(descriptor), size)
+        shown_progress.advance(size)
     finally:
         os.close(descriptor)
+
+
+def bytes_in(folder: Path, share: int = 0, shares: int = 1) -> int:
+    """Return how many bytes `verify` reads. Not collective.
+
+    Raises:
+        OSError: a file is missing.
+    """
+    lines = sorted(sums_of(folder).splitlines())[share::shares]
+    return sum((folder / line.partition("  ")[2]).stat().st_size for line in lines)
 
 
 def verify(folder: Path, share: int = 0, shares: int = 1) -> str:

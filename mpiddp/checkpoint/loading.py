@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from mpiddp.checkpoint import folders
+from mpiddp.checkpoint import folders, progress
 from mpiddp.checkpoint.ranks import Ranks, raise_together
 from mpiddp.checkpoint.sharded import dcp_failures
 from mpiddp.checkpoint.shared_folders import Sighting, look
@@ -102,11 +102,11 @@ def _newest_whole(root: Path, ranks: Ranks) -> Sighting | None:
         # The ranks share the files of a sharded checkpoint. Others are read by one.
         problem = ""
         if entry.sharded:
-            problem = folders.verify(entry.path, ranks.rank, ranks.count)
+            problem = progress.verified(entry.path, ranks.rank, ranks.count)
             if problem and not entry.path.is_dir():
                 problem = f"{ranks.name(ranks.rank)} on {hosts[ranks.rank]} does not see it"
         elif ranks.rank == sighting.ranks[0]:
-            problem = folders.verify(entry.path)
+            problem = progress.verified(entry.path)
         problems = [each for each in ranks.gather(problem) if each]
         if problems:
             damaged.append(f"{entry.path.name}: {problems[0]}")

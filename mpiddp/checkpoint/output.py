@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from typing import IO, Any
 
+from mpiddp import shown_progress
+
 __all__ = ["Output"]
+
+# Written at a time.
+_BLOCK = 1 << 24
 
 
 class Output:
@@ -24,12 +29,18 @@ class Output:
 
     def write(self, data: bytes | memoryview) -> int:
         """Write, and return how many bytes there were."""
-        if self._error is None:
+        whole = memoryview(data).cast("B")
+        for first in range(0, len(whole), _BLOCK):
+            if self._error is not None:
+                break
+            block = whole[first : first + _BLOCK]
             try:
-                self._file.write(data)
+                self._file.write(block)
             except OSError as error:
                 self._error = error
-        return memoryview(data).nbytes
+            else:
+                shown_progress.advance(len(block))
+        return len(whole)
 
     def flush(self) -> None:
         """Flush the file; torch.save does at its end.

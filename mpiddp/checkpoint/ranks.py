@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpiddp import shown_progress
+from mpiddp.checkpoint import progress
 from mpiddp.checkpoint.trees import leaves, map_leaves
 
 __all__ = ["Ranks", "raise_together", "raise_told", "told_of"]
@@ -57,7 +59,8 @@ class Ranks:
         if self.rank == source:
             assert file is not None
             try:
-                state = torch.load(file, map_location="cpu", weights_only=weights_only)
+                with progress.reading(file) as source_file:
+                    state = torch.load(source_file, map_location="cpu", weights_only=weights_only)
             except Exception as failure:
                 error = failure
         raise_together(self, error, f"load what {self.name(source)} reads")
@@ -73,15 +76,23 @@ class Ranks:
             map_leaves(state, lambda leaf: _Absent(leaf) if _travels_alone(leaf) else leaf),
         )
 
+        absent = [leaf for leaf in leaves(described) if isinstance(leaf, _Absent)]
+
         def arrived(leaf: Any) -> Any:
             if not isinstance(leaf, _Absent):
                 return leaf
             tensor = next(large) if self.rank == source else leaf.empty()
             flat = tensor.detach().contiguous().reshape(-1)
             dist.broadcast(flat.view(torch.uint8), src=self._in_world(source), group=self._group)
+            shown_progress.advance(flat.nbytes)
             return tensor if self.rank == source else flat.view(tensor.shape)
 
-        return map_leaves(described, arrived)
+        with shown_progress.shown(
+            f"state of {self.name(source)}: to the other ranks",
+            lambda: sum(each.nbytes for each in absent),
+            shows=self._in_world(self.rank) == 0,
+        ):
+            return map_leaves(described, arrived)
 
     def from_rank(self, source: int, value: Any) -> Any:
         """Return one rank's value. Collective."""
@@ -113,6 +124,10 @@ class _Absent:
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
 
     def empty(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype)

@@ -9,6 +9,7 @@ import operator
 import os
 import shutil
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,13 +19,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from mpiddp.checkpoint import folders
+from mpiddp.checkpoint import folders, progress
 from mpiddp.checkpoint.output import Output
 from mpiddp.checkpoint.ranks import Ranks, raise_together, raise_told, told_of
 from mpiddp.checkpoint.sharded import dcp_failures, is_sharded
 from mpiddp.checkpoint.shared_folders import is_proved, prove
 from mpiddp.checkpoint.trees import Copier
 from mpiddp.checkpoint.writer_lock import only_writer
+from mpiddp.shown_progress import while_drawing
 from mpiddp.torch_internals.group_twins import twin_of
 from mpiddp.torch_internals.regions import region
 
@@ -47,6 +49,7 @@ class _Saving(Future["Path | None"]):
         self.rank = rank
         self.asked = False
         self.process_id = os.getpid()
+        self.thread: int | None = None
         # From now on `cancel` does nothing: other ranks may save already.
         self.set_running_or_notify_cancel()
 
@@ -60,10 +63,18 @@ class _Saving(Future["Path | None"]):
 
     def run(self, function: Callable[..., Path], *arguments: Any) -> None:
         """Do it; for the thread in the background."""
+        self.thread = threading.get_ident()
         try:
             self.set_result(function(*arguments))
         except BaseException as error:
             self.set_exception(error)
+
+    def show_until_done(self) -> None:
+        """Wait, and show how far it is; return at once where nothing is to be shown."""
+        if not self.done():
+            progress.wait_for(
+                lambda seconds: bool(concurrent.futures.wait([self], seconds).done), self.thread
+            )
 
 
 def _say_at_exit() -> None:
@@ -222,6 +233,7 @@ def _agree(
         error = wrong
     failure = None
     if _last is not None:
+        _last.show_until_done()
         failure = _last.exception()  # once it has ended
     own = place.step, is_sharded(state), told_of(failure), is_proved(place.root)
     told = ranks.gather((*own, told_of(error)))
@@ -254,12 +266,19 @@ def write(state: Any, root: Path, step: int, keep: int) -> Path:
     """
     with only_writer(root):
         writing = folders.begin(root, step)
+        name, whole = writing / folders.STATE, folders.whole_of(writing)
         try:
-            with open(writing / folders.STATE, "xb") as file:
+            with (
+                open(name, "xb") as file,
+                progress.shown(whole, "writing", lambda: progress.bytes_of(state)),
+            ):
                 torch.save(state, Output(file))
                 file.flush()
-                os.fsync(file.fileno())
-            path = folders.finish(writing, {folders.STATE: folders.sha256(Path(file.name))})
+                progress.retitle(whole, "to the disk")
+                while_drawing(lambda: os.fsync(file.fileno()), file.tell())
+            with progress.shown(whole, "its sha256", lambda: name.stat().st_size):
+                digest = folders.sha256(name)
+            path = folders.finish(writing, {folders.STATE: digest})
         except BaseException:
             shutil.rmtree(writing, ignore_errors=True)
             raise
@@ -290,7 +309,9 @@ def _save_sharded(
         assert writing is not None
         try:
             with dcp_failures(ranks, "save a checkpoint"):
-                dcp_save(state, storage_writer=Writer(writing), process_group=group)
+                # `_finish_together` waits for the disk, and shows it.
+                writer = Writer(writing, sync_files=False)
+                dcp_save(state, storage_writer=writer, process_group=group)
             return _finish_together(root, writing, keep, ranks)
         except BaseException:
             if ranks.rank == 0:
@@ -300,11 +321,16 @@ def _save_sharded(
 
 def _finish_together(root: Path, writing: Path, keep: int, ranks: Ranks) -> Path:
     """Give the checkpoint its name once each rank's files are on the disk. Collective."""
-    path, error, sums = None, None, {}
+    path, error = None, None
+    sums: dict[str, str] = {}
+    whole = folders.whole_of(writing)
     try:
-        for name in _files_of(writing, ranks.rank):
-            folders.sync(writing / name)
-            sums[name] = folders.sha256(writing / name)
+        files = [writing / name for name in _files_of(writing, ranks.rank)]
+        with progress.shown(whole, "to the disk", lambda: _size_of(files)):
+            for each in files:
+                folders.sync(each)
+        with progress.shown(whole, "its sha256", lambda: _size_of(files)):
+            sums = {each.name: folders.sha256(each) for each in files}
     except Exception as failure:
         error = failure
     raise_together(ranks, error, "save a checkpoint")
@@ -318,6 +344,10 @@ def _finish_together(root: Path, writing: Path, keep: int, ranks: Ranks) -> Path
     raise_together(ranks, error, "save a checkpoint")
     named: Path = ranks.from_first(path)
     return named
+
+
+def _size_of(files: list[Path]) -> int:
+    return sum(each.stat().st_size for each in files)
 
 
 def _files_of(writing: Path, rank: int) -> list[str]:

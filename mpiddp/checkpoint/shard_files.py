@@ -23,8 +23,16 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
 
+from mpiddp import shown_progress
+from mpiddp.checkpoint import folders, progress
 from mpiddp.checkpoint.output import Output
 
 __all__ = ["METADATA", "Planner", "Reader", "Refused", "Writer", "read_metadata"]
@@ -47,6 +55,17 @@ class Writer(FileSystemWriter):
     def __init__(self, folder: Path, *, sync_files: bool = True) -> None:
         super().__init__(folder, sync_files=sync_files)
         self.fs = _Files()
+        self._whole = folders.whole_of(folder)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        """Write this rank's part, and show how far it is. Not collective."""
+        parts = [each.tensor_data for each in plan.items if each.tensor_data is not None]
+        with progress.shown(
+            self._whole,
+            "writing",
+            lambda: sum(p.chunk.sizes.numel() * p.properties.dtype.itemsize for p in parts),
+        ):
+            return super().write_data(plan, planner)
 
 
 class _Files(FileSystem):
@@ -68,11 +87,23 @@ class Reader(FileSystemReader):
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
+        self.folder = folder
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the list. Not collective."""
         return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        """Read what this rank needs, and show how far it is. Not collective."""
+        with progress.shown(self.folder, "reading", lambda: sum(map(self._size_of, plan.items))):
+            return super().read_data(plan, planner)
+
+    def _size_of(self, item: ReadItem) -> int:
+        stored = self._metadata.state_dict_metadata[item.dest_index.fqn]
+        if isinstance(stored, dcp_metadata.TensorStorageMetadata):
+            return item.lengths.numel() * stored.properties.dtype.itemsize
+        return int(self.storage_data[item.storage_index].length)
 
 
 class Planner(DefaultLoadPlanner):
@@ -95,6 +126,12 @@ class Planner(DefaultLoadPlanner):
             torch.save(plain, value)
             value.seek(0)
         super().load_bytes(read_item, value)
+        shown_progress.advance(value.getbuffer().nbytes)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Count a tensor that is read. Not collective."""
+        super().commit_tensor(read_item, tensor)
+        shown_progress.advance(tensor.nbytes)
 
 
 def read_metadata(folder: Path, weights_only: bool) -> Metadata:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from mpiddp.checkpoint import folders
+from mpiddp.checkpoint import folders, progress
 from mpiddp.checkpoint.node_copies import Memories, Part, move
 from mpiddp.checkpoint.ranks import Ranks, raise_together
 from mpiddp.checkpoint.shard_files import METADATA, Planner, Reader, Refused, Writer, read_metadata
@@ -182,7 +182,7 @@ def newest(root: Path, memories: Memories, ranks: Ranks, weights_only: bool) -> 
 
 
 def _held(path: Path, step: int, share: int, shares: int, weights_only: bool) -> _Held:
-    problem = folders.verify(path, share, shares)
+    problem = progress.verified(path, share, shares)
     files: frozenset[str] = frozenset()
     needed: frozenset[str] = frozenset()
     digest = ""

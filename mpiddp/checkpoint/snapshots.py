@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from mpiddp.checkpoint import claims, folders
+from mpiddp.checkpoint import claims, folders, progress
 from mpiddp.checkpoint.loading import Checkpoint
 from mpiddp.checkpoint.ranks import Ranks, raise_together
 from mpiddp.checkpoint.saving import write
@@ -354,7 +354,7 @@ class Snapshots:
 
     def _newest(self) -> folders.Entry | None:
         for entry in folders.entries_of_user(self._root):
-            if not entry.sharded and not folders.verify(entry.path):
+            if not entry.sharded and not progress.verified(entry.path):
                 return entry
         return None
 

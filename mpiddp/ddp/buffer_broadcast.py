@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import _utils as torch_utils
 from torch._C._distributed_c10d import BroadcastOptions
 
+from mpiddp import shown_progress
+
 
 def broadcast_in_buffers(
     group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], buffer_bytes: int, root: int
@@ -34,3 +36,4 @@ def broadcast_in_buffers(
         group.broadcast([flat], opts).wait()
         for tensor, part in zip(some, utils._unflatten_dense_tensors(flat, some), strict=True):
             tensor.copy_(part)
+        shown_progress.advance(flat.nbytes)

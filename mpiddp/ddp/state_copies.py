@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mpiddp import shown_progress
 from mpiddp.ddp.buffer_broadcast import broadcast_in_buffers
 from mpiddp.torch_internals.compiler import skip_compilation
 from mpiddp.torch_internals.versions import TorchWrapper
@@ -57,4 +58,10 @@ class StateCopies(TorchWrapper):
             for name, tensor in named
             if name not in self.parameters_to_ignore
         ]
-        self._default_broadcast_coalesced(tensors, self.broadcast_bucket_size)
+        group = self.process_group
+        with shown_progress.shown(
+            "broadcast of the model's state",
+            lambda: sum(tensor.nbytes for tensor in tensors),
+            shows=group.world_ranks[group.rank()] == 0,
+        ):
+            self._default_broadcast_coalesced(tensors, self.broadcast_bucket_size)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mpiddp import shown_progress
 from mpiddp.ddp.buffer_broadcast import broadcast_in_buffers
 from mpiddp.horovod.process_sets import ProcessSet, global_process_set, registered, table
 from mpiddp.process_group.group import ProcessGroup
@@ -50,7 +51,7 @@ def broadcast_parameters(
             raise ValueError(f"broadcast_parameters needs tensors; {name} is {type(tensor)}")
         tensors[name] = tensor
     _require_equal(group, "different tensors", model_check.describe_tensors(tensors))
-    _broadcast(list(tensors.values()), root, group)
+    _broadcast("broadcast of parameters", list(tensors.values()), root, group)
 
 
 def broadcast_optimizer_state(
@@ -118,7 +119,7 @@ def broadcast_optimizer_state(
             optimizer.state[parameter] = unpack(value, old.get(parameter), parameter.device)
         for key, value in others.items():
             optimizer.state[key] = unpack(value, old.get(key), torch.device("cpu"))
-    _broadcast(tensors, root, group)
+    _broadcast("broadcast of the optimizer's state", tensors, root, group)
 
 
 @dataclass(frozen=True)
@@ -217,15 +218,20 @@ def _broadcast_object(value: Any, root: int, group: ProcessGroup) -> Any:
     return pickle.loads(content)  # noqa: S301  # of a rank of this job
 
 
-def _broadcast(tensors: Sequence[torch.Tensor], root: int, group: ProcessGroup) -> None:
+def _broadcast(what: str, tensors: Sequence[torch.Tensor], root: int, group: ProcessGroup) -> None:
     """Make tensors equal to those of rank `root` of the group. Collective."""
     if group.size() == 1 or not tensors:
         return
     with torch.no_grad():
         plain = [tensor.detach() for tensor in tensors]
-        if root == 0 and group.broadcast_state(plain):
-            return
-        broadcast_in_buffers(group, plain, _MESSAGE_BYTES, root)
+        with shown_progress.shown(
+            what,
+            lambda: sum(tensor.nbytes for tensor in plain),
+            shows=group.world_ranks[group.rank()] == 0,
+        ):
+            if root == 0 and group.broadcast_state(plain):
+                return
+            broadcast_in_buffers(group, plain, _MESSAGE_BYTES, root)
 
 
 def _require_equal(group: ProcessGroup, what: str, description: Mapping[str, str]) -> None:

@@ -44,6 +44,7 @@ from mpiddp.mpi.abort import abort_job
 __all__ = [
     "check_end",
     "end_job",
+    "end_traceback_in_program",
     "paused",
     "say_status",
     "show",
@@ -73,6 +74,9 @@ _OWN_FOLDER = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.
 
 # In the paths of what is not the user's own.
 _LIBRARIES = (*(f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist")), *_OWN_FOLDER)
+
+# The attribute of an exception whose traceback is not shown within mpiddp.
+_HIDES = "_mpiddp_hides_own_frames"
 
 # Per thread: whether it takes part.
 _own = threading.local()
@@ -134,6 +138,14 @@ def paused() -> Iterator[None]:
         yield
     finally:
         sys.excepthook = _Hook(sys.excepthook, original)
+
+
+def end_traceback_in_program(error: BaseException) -> None:
+    """Let what is shown of an error, where nobody catches it, end at the call of mpiddp.
+
+    Not collective. For errors of how the program begins: where mpiddp finds that says nothing.
+    """
+    setattr(error, _HIDES, True)
 
 
 def take_part() -> None:
@@ -306,6 +318,7 @@ class _Hook:
     def __call__(
         self, kind: type[BaseException], error: BaseException, start: TracebackType | None
     ) -> None:
+        start = _shown_part(error, start)
         watched = _active()
         # Called by another hook, which may use what is printed: `check_end` aborts later.
         if watched is None or sys.excepthook is not self:
@@ -317,6 +330,16 @@ class _Hook:
             lambda: show(error, watched.rank),
             lambda first: show_in_short(error, watched.rank, first),
         )
+
+
+def _shown_part(error: BaseException, start: TracebackType | None) -> TracebackType | None:
+    """Return a traceback, without what `end_traceback_in_program` hides. Not collective."""
+    entry = start
+    while entry is not None and getattr(error, _HIDES, False):
+        if entry.tb_next and entry.tb_next.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
+            entry.tb_next = None
+        entry = entry.tb_next
+    return start
 
 
 class _ThreadHook:

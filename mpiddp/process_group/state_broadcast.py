@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from mpi4py import MPI
 
+from mpiddp import shown_progress
 from mpiddp.mpi import communicators, datatypes, nodes
 from mpiddp.process_group import gpu_tensors
 from mpiddp.transports.shared_broadcast import SharedBroadcast, bytes_needed
@@ -61,8 +62,11 @@ class StateBroadcast:
             self._allocate(size)
         if not self._possible or self._shared is None:
             return False
+        counted = shown_progress.is_shown()
         for piece in _pieces(tensors):
             self._copy(self._shared, piece)
+            if counted:
+                shown_progress.advance(bytes_needed(piece))
         return True
 
     def _copy(self, shared: SharedBroadcast, tensors: Sequence[torch.Tensor]) -> None:

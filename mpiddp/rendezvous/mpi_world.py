@@ -151,10 +151,11 @@ def _check_thread_level() -> None:
     needed = MPI.THREAD_MULTIPLE if _progress_thread_wanted() else MPI.THREAD_SERIALIZED
     provided = MPI.Query_thread()
     if provided < needed:
-        raise RuntimeError(
-            f"MPI was initialised with {names[provided]}, but mpiddp needs {names[needed]}. If "
-            f"your program initialises MPI, let it ask for MPI_THREAD_MULTIPLE (mpi4py does so "
-            f"unless mpi4py.rc.thread_level says otherwise). If this MPI has no "
-            f"MPI_THREAD_MULTIPLE, set {settings.PROGRESS_THREAD.name}=0: MPI_THREAD_SERIALIZED is "
-            f"enough then."
+        less = f", or set {settings.PROGRESS_THREAD.name}=0, with which THREAD_SERIALIZED is enough"
+        error = RuntimeError(
+            f"MPI was initialised with {names[provided]}, but mpiddp needs {names[needed]}: let "
+            f"the program ask MPI_Init_thread for MPI_THREAD_MULTIPLE, as mpi4py does by itself"
+            f"{less if needed == MPI.THREAD_MULTIPLE else ''}"
         )
+        uncaught.end_traceback_in_program(error)
+        raise error

@@ -14,7 +14,11 @@ from slurm_lab import ROOT, SRUN, Hosts, start_hosts
 
 from mpiddp import checkpoint
 
-SCRIPTS = {"Open MPI": "train_openmpi.sbatch", "MPICH": "train_mpich.sbatch"}
+SCRIPTS = {
+    "Open MPI": "train_openmpi.sbatch",
+    "MPICH": "train_mpich.sbatch",
+    "Intel MPI": "train_intel.sbatch",
+}
 
 DIGEST = re.compile(r"^all 4 replicas hold the same bits: sha256 \w{64}$", re.M)
 

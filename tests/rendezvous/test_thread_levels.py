@@ -1,6 +1,7 @@
 """Programs that initialise MPI themselves, with some thread level, and finalise it themselves."""
 
 import os
+import re
 from pathlib import Path
 
 import mpirun
@@ -70,10 +71,27 @@ def test_own_init_and_finalize(
     print(done.stdout, done.stderr)
     if needed:
         assert done.returncode != 0
-        said = f"MPI was initialised with THREAD_{level}, but mpiddp needs THREAD_{needed}"
+        said = f"MPI was initialised with THREAD_{level}, but mpiddp needs THREAD_{needed}: let "
         assert said in done.stderr
+        assert (" or set MPIDDP_PROGRESS_THREAD=0, " in done.stderr) == (needed == "MULTIPLE")
+        # One sentence, and where the program has called mpiddp: no place in mpiddp.
+        assert not re.search(rf"{re.escape(said)}.*\. ", done.stderr)
+        assert "mpiddp.init_process_group()" in done.stderr
+        assert not re.search(r'File ".*[\\/]mpiddp[\\/]', done.stderr)
     else:
         assert (done.returncode, done.stdout.count("done")) == (0, ranks)
+
+
+def test_a_low_level_can_be_caught(tmp_path: Path) -> None:
+    script = SCRIPT.replace(
+        "mpiddp.init_process_group()",
+        "try:\n    mpiddp.init_process_group()\n"
+        "except RuntimeError as error:\n    print(f'caught {error}')\n    sys.exit()",
+    )
+    (tmp_path / "script.py").write_text(script + "\n")
+    done = mpirun.run(2, [tmp_path / "script.py", "FUNNELED"], 60)
+    print(done.stdout, done.stderr)
+    assert done.stdout.count("caught MPI was initialised with THREAD_FUNNELED") == 2
 
 
 @pytest.mark.parametrize("end", ENDS, ids=" and ".join)
