@@ -5,9 +5,9 @@ Note [When buckets are laid out again]
 In the first forward after a reduction, where torch's class does it once, too. Nothing is under way
 then, and gradients that lie in buckets move with them. That forward is one of training (`train()`),
 since a single rank may call the model for an evaluation; or one within join(), which ends the
-search: there ranks without inputs would have no times. What a backward within no_sync adds to comes
-after that, so no accumulation is split. The ranks tell each other the times of each turn, and a step
-takes as long as on the rank where it takes longest. So they decide the same.
+search: there ranks without inputs would have no times. What a backward within no_sync adds to
+comes after that, so no accumulation is split. The ranks tell each other the times of each turn,
+and a step takes as long as on the rank where it takes longest. So they decide the same.
 """
 
 from __future__ import annotations

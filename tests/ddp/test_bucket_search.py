@@ -1,6 +1,8 @@
 """How a bucket size is chosen from the times of steps, by the numbers alone."""
 
+import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -9,19 +11,24 @@ from mpiddp.ddp.bucket_search import STEPS_OF_A_TURN, Found, most_steps, search
 pytestmark = pytest.mark.once
 
 
-def searched(times: list[float], default: int, noise: float = 0.0, seed: int = 0) -> tuple:
-    """Return what is found where steps take these seconds, in turns of this noise, and the turns."""
+def run(sizes: int, default: int, seconds: Callable[[int], float]) -> tuple[Found, list[int]]:
+    """Return what is found where a turn of a size gives what `seconds` does, and the turns."""
+    steps = search(sizes, default)
+    turns = [next(steps)]
+    try:
+        while True:
+            turns.append(steps.send(seconds(turns[-1])))
+    except StopIteration as end:
+        found: Found = end.value
+        return found, turns
+
+
+def searched(
+    times: list[float], default: int, noise: float = 0.0, seed: int = 0
+) -> tuple[Found, list[int]]:
+    """Return what `run` does where steps take these seconds, with noise in each turn."""
     generator = random.Random(seed)
-    turns = []
-    steps = search(len(times), default)
-    number = next(steps)
-    while True:
-        turns.append(number)
-        try:
-            number = steps.send(times[number] * (1 + generator.gauss(0, noise)))
-        except StopIteration as end:
-            assert isinstance(end.value, Found)
-            return end.value, turns
+    return run(len(times), default, lambda number: times[number] * (1 + generator.gauss(0, noise)))
 
 
 @pytest.mark.parametrize("default", [0, 2, 3])
@@ -49,39 +56,25 @@ def test_two_sizes_need_no_rounds() -> None:
 
 
 def test_one_pair_that_is_not_faster_ends_it() -> None:
-    steps = search(3, 0)
     seconds = iter([1.0, 0.9, 0.8, 0.8, 0.9, 1.0, 1.0, 0.8, 0.8, 1.0, 0.9, 1.0])
-    number = next(steps)
-    turns = [number]
-    with pytest.raises(StopIteration) as end:
-        for each in seconds:
-            turns.append(steps.send(each))
-    assert end.value.value.best == 0
-    # The fifth and sixth turn of the second half are not asked for.
+    found, turns = run(3, 0, lambda number: next(seconds))
+    assert found.best == 0
+    # The other two pairs are not asked for.
     assert turns[6:] == [0, 2, 2, 0, 0, 2]
 
 
 def test_a_gain_that_is_too_small_is_none() -> None:
-    """Faster in each pair, and by 2 % in the rounds, but less in the pairs."""
-    steps = search(2, 0)
-    number = next(steps)
-    with pytest.raises(StopIteration) as end:
-        while True:
-            number = steps.send([1.0, 0.985][number])
-    assert end.value.value.best == 0
+    """Faster in each pair, but by less than 2 %."""
+    found, turns = searched([1.0, 0.985], 0)
+    assert (found.best, len(turns)) == (0, 10)
 
 
 def test_turns_cancel_a_drift() -> None:
     """Steps that grow longer by themselves favour no size."""
     for default in range(4):
-        clock = 0.0
-        steps = search(4, default)
-        next(steps)
-        with pytest.raises(StopIteration) as end:
-            while True:
-                clock += 1
-                steps.send(1 + clock / 100)
-        assert end.value.value.best == default
+        clock = itertools.count(100)
+        found, _ = run(4, default, lambda number, clock=clock: next(clock))
+        assert found.best == default
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.03, 0.1])

@@ -279,7 +279,7 @@ class TestSameResults:
 @pytest.mark.mpi
 class TestWhatUsersWrite:
     def test_like_torch(self, gloo: dist.ProcessGroup, tmp_path: Path) -> None:
-        """Clipping, a schedule, a scaler, an average of the weights, and a checkpoint in between."""
+        """Clipping, a schedule, a scaler, an average of the weights, and a checkpoint."""
         torch.manual_seed(3)
         module = Net()
 
@@ -298,9 +298,7 @@ class TestWhatUsersWrite:
                     path = tmp_path / f"{wrap.__name__}-{RANK}.pt"
                     torch.save(state, path)
                     loaded = torch.load(path, weights_only=True)
-                    for each, its in zip(
-                        (model, optimizer, schedule, scaler), loaded, strict=True
-                    ):
+                    for each, its in zip((model, optimizer, schedule, scaler), loaded, strict=True):
                         each.load_state_dict(its)
                 optimizer.zero_grad()
                 loss = model(batch(step)).square().mean()
@@ -602,7 +600,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("value", "kind", "words"),
         [
-            ("automatic", ValueError, 'a number of MiB or "auto", not \'automatic\''),
+            ("automatic", ValueError, "a number of MiB or \"auto\", not 'automatic'"),
             ("", ValueError, 'a number of MiB or "auto"'),
             (-1, ValueError, "not negative: -1"),
             (float("nan"), ValueError, "a finite number"),
@@ -622,7 +620,7 @@ class TestErrors:
     @pytest.mark.parametrize("init_sync", [True, False])
     def test_ranks_that_differ(self, init_sync: bool) -> None:
         cap = "auto" if RANK == 1 else None
-        with pytest.raises(RuntimeError, match="bucket_cap_mb is .*not auto.* on rank") as raised:
+        with pytest.raises(RuntimeError, match=r"bucket_cap_mb is .*not auto.* on rank") as raised:
             DDP(nn.Linear(2, 2), bucket_cap_mb=cap, init_sync=init_sync)
         with together():
             assert "in different ways" in str(raised.value)
