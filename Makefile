@@ -105,6 +105,7 @@ help:
 	@echo 'make bench-start  from the launcher to the first step, beside torchrun with Gloo, 2 minutes'
 	@echo 'make bench-optimizer  whole steps with the optimizer, one step a node beside one a rank, 10 minutes'
 	@echo 'make bench-divided  tensor parallel and FSDP2, beside Gloo, 3 minutes'
+	@echo 'make bench-buckets  bucket sizes that are measured, beside the default, 3 minutes'
 	@echo 'make bench-largest  the largest model that 4 ranks can train within some memory, 20 minutes'
 	@echo 'make train-billion  a decoder of a billion parameters on 4 ranks, in 20 GiB'
 	@echo 'make clean    remove what was built; the environments stay'
@@ -188,7 +189,7 @@ test-gpu:
 # Results lie in build/, like all that is made; benchmarks/README.md says how some are kept.
 BENCH := $(BIN)/python benchmarks/run.py
 
-.PHONY: bench bench-quick bench-16 bench-collectives bench-collectives-hosts bench-divided bench-hosts bench-largest bench-optimizer bench-start
+.PHONY: bench bench-quick bench-16 bench-buckets bench-collectives bench-collectives-hosts bench-divided bench-hosts bench-largest bench-optimizer bench-start
 bench: $(PLOTTING)
 	$(BENCH) --output build/bench/$(MPI) $(ARGS)
 
@@ -212,6 +213,10 @@ bench-optimizer: $(INSTALLED)
 bench-divided: $(INSTALLED)
 	mkdir -p build/bench-divided
 	$(BIN)/mpirun -n 2 $(BIN)/python benchmarks/divided.py --json build/bench-divided/$(MPI).json $(ARGS)
+
+bench-buckets: $(INSTALLED)
+	mkdir -p build/bench-buckets
+	$(BIN)/mpirun -n 2 $(BIN)/python benchmarks/bucket_tuning.py --json build/bench-buckets/$(MPI).json $(ARGS)
 
 bench-largest: $(INSTALLED)
 	$(BIN)/python benchmarks/largest_model.py --json build/bench-largest/largest-$(MPI).json $(ARGS)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 __all__ = [
+    "BUCKET_CAP_MB",
     "COLLECTIVES",
     "DEBUG",
     "DEVICE_TRANSPORT",
@@ -151,6 +152,16 @@ def _seconds_or_0(text: str) -> float:
     return 0.0 if text == "0" else _seconds(text)
 
 
+def _megabytes(text: str) -> float | str:
+    """Return a number of MiB, or "auto"."""
+    if text == "auto":
+        return text
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise ValueError
+    return number
+
+
 def _words(text: str) -> tuple[str, ...]:
     words = tuple(word.strip() for word in text.split(","))
     if not all(words):
@@ -265,6 +276,17 @@ SHARED_PARAMETERS = Setting(
     True,
     _domains,
     "",
+)
+BUCKET_CAP_MB: Setting[float | str | None] = Setting(
+    "MPIDDP_BUCKET_CAP_MB",
+    "a number of MiB, not negative, or auto",
+    "25 inside a node, 1 between nodes",
+    "The size of gradient buckets where DistributedDataParallel is told neither by `bucket_cap_mb` "
+    "nor by `bucket_cap_mb_list`. auto measures several sizes in the first steps of training, and "
+    "takes the best.",
+    True,
+    _megabytes,
+    None,
 )
 DUMP_SIGNAL: Setting[int] = Setting(
     "MPIDDP_DUMP_SIGNAL",
@@ -407,6 +429,7 @@ SETTINGS: tuple[Setting[Any], ...] = (
     KERNELS,
     DEBUG,
     SHARED_PARAMETERS,
+    BUCKET_CAP_MB,
     DUMP_SIGNAL,
     PREEMPTION_SIGNALS,
     STALL_SECONDS,

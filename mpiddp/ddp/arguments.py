@@ -82,13 +82,32 @@ def check_flags(arguments: Mapping[str, object]) -> None:
             raise TypeError(f"{name} must be a bool, not {value!r}")
 
 
-def check_bucket_sizes(size: float | None, sizes: Sequence[int] | None) -> None:
-    """Check `bucket_cap_mb` and `bucket_cap_mb_list`. Not collective.
+def wanted_bucket_cap(size: float | str | None, sizes: Sequence[int] | None) -> Any:
+    """Return the size of a bucket in MiB, "auto", or None for the default. Not collective.
+
+    Args:
+        size: the argument `bucket_cap_mb`; None: what MPIDDP_BUCKET_CAP_MB says, unless there is
+            a list.
+        sizes: the argument `bucket_cap_mb_list`.
 
     Raises:
         TypeError: one is not a number, or `sizes` is not a list.
-        ValueError: one is negative or not finite.
+        ValueError: one is negative, not finite, or another word than "auto"; or there are both
+            "auto" and a list.
     """
+    if size is None and not sizes:
+        size = settings.BUCKET_CAP_MB.read()
+    if isinstance(size, str):
+        if size != "auto":
+            raise ValueError(f'bucket_cap_mb must be a number of MiB or "auto", not {size!r}')
+        if sizes:
+            raise ValueError('bucket_cap_mb="auto" does not work together with bucket_cap_mb_list')
+        return size
+    _check_bucket_sizes(size, sizes)
+    return size
+
+
+def _check_bucket_sizes(size: float | None, sizes: Sequence[int] | None) -> None:
     if sizes is not None and not isinstance(sizes, list | tuple):
         raise TypeError(f"bucket_cap_mb_list must be a list of numbers of MiB, not {sizes!r}")
     for name, value in [("bucket_cap_mb", size), *(("bucket_cap_mb_list", s) for s in sizes or ())]:
@@ -220,7 +239,10 @@ def compare(
         return
     delayed = arguments["delay_all_reduce_named_params"]
     last = arguments["param_to_hook_all_reduce"]
+    asked = arguments["bucket_cap_mb"]
     settings = {
+        # Numbers are compared with the models.
+        "bucket_cap_mb": asked if asked == "auto" else "not auto",
         "init_sync": bool(arguments["init_sync"]),
         "static_graph": bool(arguments["static_graph"]),
         "delay_all_reduce_named_params": delayed and [str(name) for name, *_ in delayed],

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from mpiddp.ddp import hooks as comm_hooks
 from mpiddp.ddp import optimizer_in_backward
+from mpiddp.ddp.bucket_tuning import size_limits
 from mpiddp.ddp.logger import Logger, logs_errors
 from mpiddp.ddp.mixed_precision import hook_caller
 from mpiddp.ddp.python_hook import hook_name
@@ -28,7 +29,6 @@ class HookRegistration(TorchWrapper):
     reducer: TorchReducer  # type: ignore[assignment]  # answers to the same calls as torch's
     logger: Logger
     _precision_on_cpu: Any
-    _bucket_size_limits: Callable[..., Sequence[int]]
 
     @logs_errors
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -85,10 +85,13 @@ class HookRegistration(TorchWrapper):
     def _install_hook(self, hook: Callable[..., Any], state: object) -> None:
         if self.reducer.travel is not None:
             self.reducer.travel = self._travel_of(hook, state)
-        if comm_hooks.runs_in_python(hook, state, self.process_group):
+        in_python = comm_hooks.runs_in_python(hook, state, self.process_group)
+        if self.reducer.tuning is not None:
+            self.reducer.tuning.take_hook(in_python)
+        if in_python:
             # From the next time on that buckets are built, which is after the first backward.
             self.reducer.assign_buckets.size_limits = list(
-                self._bucket_size_limits(self.reducer.channel, with_python=True)
+                size_limits(self, self.reducer.channel, with_python=True)
             )
             self.reducer.call_hook(hook_caller(hook, state))
         else:

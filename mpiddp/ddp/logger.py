@@ -137,10 +137,13 @@ class Logger:
             if index not in reducer.unused
         )
         if reducer.has_rebuilt_buckets and "rebuilt_bucket_sizes" not in self._data.strs_map:
-            self._data.strs_map["rebuilt_bucket_sizes"] = self._bucket_sizes()
-            self._data.strs_map["rebuilt_per_bucket_param_indices"] = ", ".join(
-                " ".join(map(str, bucket.parameter_indices)) for bucket in reducer.buckets
-            )
+            self._note_rebuilt_buckets()
+
+    def _note_rebuilt_buckets(self) -> None:
+        self._data.strs_map["rebuilt_bucket_sizes"] = self._bucket_sizes()
+        self._data.strs_map["rebuilt_per_bucket_param_indices"] = ", ".join(
+            " ".join(map(str, bucket.parameter_indices)) for bucket in self._reducer.buckets
+        )
 
     def _note_times(self) -> None:
         forward, backward, launched, ended, reduced = (
@@ -172,6 +175,13 @@ class Logger:
 
     def _set_comm_hook_name(self, name: str) -> None:
         self._data.strs_map["comm_hook"] = name
+
+    def set_tuned_buckets(self, bucket_cap_bytes: int, words: str) -> None:
+        """Record which bucket size was chosen, and why."""
+        self._data.ints_map["bucket_cap_bytes"] = bucket_cap_bytes
+        self._data.strs_map["bucket_tuning"] = words
+        if self._reducer.has_rebuilt_buckets:
+            self._note_rebuilt_buckets()
 
     def set_error_and_log(self, message: str) -> None:
         """Record an error that the wrapper is about to raise."""

@@ -53,6 +53,9 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
         launch to the last mean backward has hidden.
         ``steps``, how many have ended since `metrics` was last called, and their means, such as
         ``mean_step_ms``. ``step`` counts all. ``bytes``: of the buckets of a step, as they travel.
+        ``bucket_cap_mb``: the size of a bucket in MiB. Where several are measured
+        (``bucket_cap_mb="auto"``), ``bucket_tuning`` is 1 meanwhile, and ``bucket_gain`` which part
+        of a step the chosen one saves, against the default.
         Of the last 25 steps that the ranks have compared: ``slowest_rank``, the rank of the group
         that the others have waited for most often, and ``slowest_share``, in which share of the
         steps; -1 and 0 if there was none. ``waiting_ms``: what of ``exposed_ms`` this rank has
@@ -74,6 +77,7 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     step, between, forward, backward, communication, exposed = last
     communicated = totals[4] - before[4]
     all_exposed = totals[5] - before[5]
+    tuning = reducer.tuning
     found: dict[str, float] = {
         "step": times.steps,
         "steps": steps,
@@ -90,6 +94,9 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
         "mean_exposed_ms": all_exposed * per,
         "mean_hidden_share": max(1 - all_exposed / communicated, 0.0) if communicated else 0.0,
         "bytes": _bytes_of(reducer, asked),
+        "bucket_cap_mb": reducer.assign_buckets.size_limits[-1] / 2**20,
+        "bucket_tuning": int(tuning is not None and tuning.goes_on),
+        "bucket_gain": 0.0 if tuning is None else tuning.gain,
     }
     slowest, share, waiting = _slowest(reducer, asked)
     found["slowest_rank"] = slowest

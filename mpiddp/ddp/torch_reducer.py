@@ -24,6 +24,7 @@ from mpiddp.torch_internals.compiler import skip_compilation
 from mpiddp.torch_internals.profiling import BucketEvents, is_profiling, searching_unused_parameters
 
 if TYPE_CHECKING:
+    from mpiddp.ddp.bucket_tuning import BucketTuning
     from mpiddp.ddp.grad_bucket import GradBucket
     from mpiddp.ddp.kept_parameters import KeptParameters
     from mpiddp.ddp.logger import Logger
@@ -71,6 +72,7 @@ class TorchReducer(Reducer):
     # How gradients travel, in words; None: the ranks have been asked, or cannot differ.
     travel: str | None = "without a hook"
     asked: Any = None  # what `mpiddp.metrics` keeps here
+    tuning: BucketTuning | None = None  # what measures bucket sizes
     # Whether any reducer of this process has averaged gradients.
     has_averaged = False
 
@@ -176,7 +178,10 @@ class TorchReducer(Reducer):
     def _rebuild_buckets(self) -> bool:
         """Lay the buckets out again, or report what was missing, as in `Reducer`. Collective."""
         self._allow_backward()
-        return super()._rebuild_buckets()
+        rebuilt = super()._rebuild_buckets()
+        if self.tuning is not None and self.tuning.goes_on:
+            rebuilt = self.tuning.advance() or rebuilt
+        return rebuilt
 
     def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
         """Expect a backward whose gradients are to be reduced, as in `Reducer`."""

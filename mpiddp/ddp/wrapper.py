@@ -27,6 +27,7 @@ from torch.nn.parallel.distributed import (
 
 from mpiddp.ddp import arguments as argument_checks
 from mpiddp.ddp import distributed_autograd, hooks, optimizer_in_backward
+from mpiddp.ddp.bucket_tuning import size_limits, tuning_of
 from mpiddp.ddp.groups import group_of, is_communicator
 from mpiddp.ddp.hook_registration import HookRegistration
 from mpiddp.ddp.kept_parameters import KeptParameters, link_hooks
@@ -43,12 +44,10 @@ from mpiddp.reducer.assignment import BucketAssignment
 from mpiddp.reducer.forward_passes import ForwardPasses
 from mpiddp.torch_internals.compiler import compile_what_it_calls, skip_compilation
 from mpiddp.torch_internals.compiler_loading import compiler_not_asked
-from mpiddp.transports.choice import default_bucket_bytes, requested_transport
+from mpiddp.transports.choice import requested_transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from mpiddp.engine.engine import Channel
 
 
 @skip_compilation
@@ -71,7 +70,8 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
         process_group: a group of mpiddp, or an mpi4py communicator of some of its ranks, whose
             order counts; None is the world. Construction is collective over it.
         bucket_cap_mb: size of a bucket in MiB; None is 25 inside a node, with a first bucket of
-            1, and 1 where messages are sent, or 4 there with a hook in Python.
+            1, and 1 where messages are sent, or 4 there with a hook in Python. "auto" measures
+            several in the first steps and takes the best. None is MPIDDP_BUCKET_CAP_MB, if set.
         find_unused_parameters: whether parameters may take no part in a loss. It costs nothing
             here and silences the error that otherwise names them.
         check_reduction: deprecated, ignored.
@@ -123,6 +123,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
     _transport: str
     _wants_sharing: str
     _default_bucket_sizes: bool
+    _tunes_buckets = False
     logger: Logger
     # torch's constructor ends early, and before it sets this, if all parameters are delayed.
     _lazy_init_ran = False
@@ -136,7 +137,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | MPI.Comm | None = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | str | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
@@ -160,7 +161,8 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
         argument_checks.check_flags(arguments)
         argument_checks.check_devices(module, device_ids, output_device)
         sharing = argument_checks.wants_sharing(module, arguments)
-        argument_checks.check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
+        asked = argument_checks.wanted_bucket_cap(bucket_cap_mb, bucket_cap_mb_list)
+        arguments["bucket_cap_mb"], bucket_cap_mb = asked, None if asked == "auto" else asked
         if is_communicator(process_group):
             process_group = group_of(process_group)
         group = argument_checks.check_process_group(process_group, device_mesh)
@@ -171,6 +173,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
         with_buffers = forward_sync_buffers is not None or broadcast_buffers in (None, True)
         object.__setattr__(self, "_init_sync_buffers", with_buffers)
         object.__setattr__(self, "_default_bucket_sizes", bucket_cap_mb is None)
+        object.__setattr__(self, "_tunes_buckets", asked == "auto")
         object.__setattr__(self, "_transport", requested_transport(transport))
         object.__setattr__(self, "_wants_sharing", sharing)
         on_cpu = mixed_precision is not None and not argument_checks.has_streams(module)
@@ -273,9 +276,9 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
 
         channels = group.acquire_channels(self._transport, parameters)
         channel = next(iter(channels.values()))
-        limits = self._bucket_size_limits(channel)
+        limits = size_limits(self, channel)
         # torch.compile ends its graphs where buckets of this size would end.
-        self.bucket_bytes_cap = self._bucket_size_limits(channel, with_python=True)[-1]
+        self.bucket_bytes_cap = size_limits(self, channel, with_python=True)[-1]
         dtypes = None
         if self._precision_on_cpu is None:
             dtypes = gradient_dtypes(self.mixed_precision, parameters)
@@ -324,6 +327,7 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
             any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in self.module.modules()),
             static_graph,
         )
+        self.reducer.tuning = tuning_of(self)
         self._passing_sync_batchnorm_handle(self.module)
         if self._precision_on_cpu is not None:
             self.reducer.narrow_parameters = narrow
@@ -353,15 +357,6 @@ class DistributedDataParallel(HookRegistration, UnevenInputs, StateCopies):
 
     def _setup_in_backward_optimizers(self) -> None:
         optimizer_in_backward.set_up(self)
-
-    def _bucket_size_limits(self, channel: Channel, *, with_python: bool = False) -> Sequence[int]:
-        """Return the sizes of the first, second ... bucket in bytes; the last holds for the rest.
-
-        Given sizes hold, as in torch's class. `with_python` as in `default_bucket_bytes`.
-        """
-        if self._default_bucket_sizes and not self.bucket_bytes_cap_list:
-            return default_bucket_bytes(channel, with_python=with_python)
-        return self.bucket_bytes_cap_list or [self.bucket_bytes_cap]
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Record statistics in the first 10 iterations, then every `sample_rate`. Not collective.

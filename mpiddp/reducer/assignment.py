@@ -30,6 +30,9 @@ class BucketAssignment:
         size_limits: bytes of the first bucket, the second, and so on; the last one holds for
             all others. A bucket is closed by the gradient that reaches its limit.
         process_group: the ranks that must agree.
+
+    Attributes:
+        order: that of the gradients, as it was last assumed or agreed on.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class BucketAssignment:
         self.expect_sparse = list(expect_sparse)
         self.size_limits = list(size_limits)
         self.process_group = process_group
+        self.order = list(reversed(range(len(self.parameters))))
 
     def __call__(self, arrival_order: Sequence[int] | None) -> list[list[int]]:
         """Return the parameter indices of each bucket, in launch order.
@@ -53,11 +57,9 @@ class BucketAssignment:
             arrival_order: all parameter indices as their gradients arrived here; rank 0's
                 order is used. None before the first backward.
         """
-        if arrival_order is None:
-            order = list(reversed(range(len(self.parameters))))
-        else:
-            order = self._order_of_rank_0(arrival_order)
-        return self.in_order(order)
+        if arrival_order is not None:
+            self.order = self._order_of_rank_0(arrival_order)
+        return self.in_order(self.order)
 
     def in_order(self, order: Sequence[int]) -> list[list[int]]:
         """Return the parameter indices of each bucket for gradients that come in this order.

@@ -72,6 +72,8 @@ class Collector:
         self.records: list[Taken] = []
         self.layouts: dict[int, list[Layout]] = {}
         self.sources: dict[int, Source] = {}
+        # What measures the bucket sizes of a module, by its source in the flight recorder.
+        self.tunings: dict[int, Any] = {}
         self.lost = 0
         self.unfinished: list[int] = []
         self._after_reduction = after_reduction
@@ -96,6 +98,8 @@ class Collector:
         if not layouts or layouts[-1].indices != indices:
             names = [[_name(reducer, each) for each in bucket] for bucket in indices]
             layouts.append(Layout(source, number, indices, names))
+        if (tuning := getattr(reducer, "tuning", None)) is not None:
+            self.tunings[source] = tuning
         self._after_reduction(reducer)
 
     def _take(self) -> None:

@@ -47,6 +47,7 @@ def write(
         "reductions": len(collector.reductions),
         "lost": collector.lost,
         "unfinished": len(collector.unfinished),
+        "bucket_tuning": [tuning.facts() for _, tuning in sorted(collector.tunings.items())],
         "clock": {
             "error_us": round(clock.error() * 1e6, 3),
             "aligned_at_end": clock.ended is not None,

@@ -109,6 +109,7 @@ class TestMetrics:
     def test_before_the_first_step(self, model: DDP) -> None:
         found = mpiddp.metrics(model)
         assert found.pop("bytes") > 0
+        assert found.pop("bucket_cap_mb") > 0
         assert found.pop("slowest_rank") == -1
         assert set(found.values()) == {0}
 

@@ -122,6 +122,18 @@ def test_divided_models_are_measured(tmp_path: Path) -> None:
     assert "decoding, 1 token" in printed
 
 
+def test_bucket_sizes_are_measured(tmp_path: Path) -> None:
+    arguments = ["--rounds", 3, "--transport", "auto", "--", "8 x Linear(1024)"]
+    printed, written = measure("bucket_tuning.py", 2, tmp_path / "results.json", *arguments)
+    (record,) = written["bucket_tuning"]
+    assert {name: len(samples) for name, samples in record["seconds"].items()} == {
+        importlib.import_module("names").OURS: 3,
+        "auto": 3,
+    }
+    assert record["tuning"]["steps"] > 0
+    assert "auto / default" in printed
+
+
 def test_goals_of_collectives_name_what_is_missed() -> None:
     goals = importlib.import_module("goals")
 

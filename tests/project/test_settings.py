@@ -103,6 +103,7 @@ def test_what_each_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
         settings.KERNELS: {"": None, "plain": "plain"},
         settings.DEBUG: {"0": 0, "1": 1, "100": 100},
         settings.SHARED_PARAMETERS: {"0": "", "1": "1", "numa": "numa", "4": "4"},
+        settings.BUCKET_CAP_MB: {"auto": "auto", "4": 4.0, "0.5": 0.5, "0": 0.0},
         settings.DUMP_SIGNAL: {"USR2": 12, "sigusr1": 10, "RTMIN+2": 36, "40": 40, "none": 0},
         settings.PREEMPTION_SIGNALS: {"USR2, term": (12, 15), "none": ()},
         settings.STALL_SECONDS: {"2.5": 2.5, "none": float("inf")},
