@@ -370,7 +370,7 @@ $(PLOTTING): $(INSTALLED)
 $(LIBRARIES): constraints.txt $(REQUIREMENTS)
 	@echo 'Installing what tests/libraries tries into $(VENV)'
 	@DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PIP) install -c $(CONSTRAINTS) --no-build-isolation \
-		deepspeed mlflow-skinny monai pytorch-ignite tensorboard transformers wandb
+		deepspeed HolisticTraceAnalysis mlflow-skinny monai pytorch-ignite tensorboard transformers wandb
 	@touch $@
 
 # What a wheel for older systems is made with: a compiler with their C libraries, and what checks it.

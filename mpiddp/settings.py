@@ -398,7 +398,7 @@ TRACE_STEPS = Setting(
     "MPIDDP_TRACE_STEPS",
     "a positive number",
     "100",
-    "After how many backward passes a trace of MPIDDP_TRACE ends.",
+    "After how many backward passes of a module a trace of MPIDDP_TRACE ends.",
     True,
     _positive,
     100,

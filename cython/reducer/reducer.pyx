@@ -1,10 +1,9 @@
 """Hooks, buckets, readiness and launch order: the per-iteration side of DDP.
 
-The reducer sees each gradient as autograd makes it, copies it into its bucket,
-hands full buckets to the engine strictly in order of index, and at the end of
-backward waits and writes the means. It does not know MPI: small collectives that
-are not gradients go through the process group. In torch's wrapper it replaces
-torch's C++ Reducer, with torch_reducer.py on top.
+The reducer sees each gradient as autograd makes it, copies it into its bucket, hands full buckets
+to the engine strictly in order of index, and at the end of backward waits and writes the means. It
+does not know MPI: small collectives that are not gradients go through the process group. In torch's
+wrapper it replaces torch's C++ Reducer, with torch_reducer.py on top.
 
 Note [End of backward]
 ~~~~~~~~~~~~~~~~~~~~~~

@@ -15,6 +15,7 @@ import functools
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,7 @@ class Trace:
         self._steps = steps
         self._topology = world.get_topology()
         self._process = os.getpid()
-        self._counted = 0
+        self._counted: Counter[int] = Counter()  # by module, as the flight recorder counts them
         self._unix_time = time.time() - time.monotonic()
         self._communicator = world.communicator().Dup()
         self._communicator.Set_name("mpiddp trace")
@@ -93,9 +94,12 @@ class Trace:
         if getattr(reducer, "joins", False):
             self._steps = None
         if reducer.process_group.size() == self._topology.world_size:
-            self._counted += 1
-        if self._steps is not None and self._counted >= self._steps:
+            self._counted[reducer.record_source] += 1
+        if self._steps is not None and self._most_steps() >= self._steps:
             self.close()
+
+    def _most_steps(self) -> int:
+        return max(self._counted.values(), default=0)
 
     def close(self) -> None:
         """End it with all ranks, if it has not ended. Collective."""
@@ -180,7 +184,8 @@ class Trace:
         except OSError as error:
             self._say(f"the traces could not be merged: {error}")
             return
-        steps = f"{self._counted} step{'s' * (self._counted != 1)}"
+        count = self._most_steps()
+        steps = f"{count} step{'s' * (count != 1)}"
         print(f"mpiddp: a trace of {steps} is in {merged}", file=sys.stderr, flush=True)
 
     def _say(self, words: str, rank: int | None = None) -> None:
@@ -198,14 +203,14 @@ class trace:  # used like a function
             for batch in batches:
                 ...  # train
 
-    It begins on entry, and ends after `steps` backward passes that were reduced over all ranks, or
-    at the end of the block. Then `folder/ranks/rank-N.json.gz` is each rank's file, and
+    It begins on entry, and ends after so many backward passes of a module that were reduced over all
+    ranks, or at the end of the block. Then `folder/ranks/rank-N.json.gz` is each rank's file, and
     `folder/trace.json.gz` that of all, which Perfetto and chrome://tracing open. A block that an
     exception leaves writes the file of that rank only. docs/how-to/trace.md says what is in them.
 
     Args:
         folder: where to write to, made where it is missing; the files of before are overwritten.
-        steps: how many; None: until the end of the block.
+        steps: how many, of the module that comes to it first; None: until the end of the block.
 
     Raises:
         RuntimeError: there is no process group of mpiddp, or a trace is on.

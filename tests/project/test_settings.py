@@ -114,6 +114,8 @@ def test_what_each_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
         settings.INTERFACE: {"ib0, 10.1.0.0/16": ("ib0", "10.1.0.0/16")},
         settings.JOIN: {"": None, "/shared/run-1": Path("/shared/run-1")},
         settings.TRIAL_SECONDS: {"2.5": 2.5},
+        settings.TRACE: {"": None, "traces": Path("traces")},
+        settings.TRACE_STEPS: {"1": 1, "20": 20},
     }
     assert list(allowed) == list(settings.SETTINGS)
     for setting, values in allowed.items():

@@ -14,12 +14,18 @@ COMM = MPI.COMM_WORLD
 @pytest.mark.mpi(min_size=2)
 def test_one_hosts_offset_is_zero_within_what_is_said():
     communicator = COMM.Dup()
-    own = clocks.Meeting(communicator, find_topology(communicator)).measure()
+    meeting = clocks.Meeting(communicator, find_topology(communicator))
+    least = 1.0
+    for _ in range(20):
+        own = meeting.measure()
+        # What is said holds always; that it is small, where two ranks get a core each at a time.
+        assert abs(own.seconds) <= own.error + 1e-9
+        assert (own.error == 0) == (COMM.rank == 0)
+        least = min(COMM.allgather(own.error if COMM.rank else 1.0))
+        if least < 20e-6:
+            break
     communicator.Free()
-    # What is said holds always; that it is small, where the ranks get a core each.
-    assert abs(own.seconds) <= own.error + 1e-9
-    assert (own.error == 0) == (COMM.rank == 0)
-    assert min(COMM.allgather(own.error if COMM.rank else 1.0)) < 20e-6
+    assert least < 20e-6
 
 
 @pytest.mark.mpi(min_size=3)

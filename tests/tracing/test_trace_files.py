@@ -217,3 +217,15 @@ def test_torchs_profiler_shows_the_same(mpi_tmp_path):
     assert names.count("mpiddp:wait at the end of backward") == STEPS
     assert names.count("mpiddp:checkpoint") == 1
     assert "Optimizer.step#SGD.step" in names
+
+
+def test_steps_are_those_of_one_of_several_modules(mpi_tmp_path):
+    large, small = (mpiddp.DistributedDataParallel(torch.nn.Linear(n, 1)) for n in (64, 8))
+    with mpiddp.trace(mpi_tmp_path, steps=3):
+        for _ in range(5):
+            for _ in range(2):
+                small(torch.randn(4, 8)).sum().backward()
+            large(torch.randn(4, 64)).sum().backward()
+    COMM.Barrier()
+    # Two of the small one, one of the large one, and the small one's third.
+    assert merging.header(merging.path_of(mpi_tmp_path, COMM.rank))["mpiddp"]["reductions"] == 4
