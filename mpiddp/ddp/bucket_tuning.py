@@ -13,7 +13,6 @@ and a step takes as long as on the rank where it takes longest. So they decide t
 from __future__ import annotations
 
 import contextlib
-import statistics
 import sys
 import weakref
 from collections.abc import Generator, Sequence
@@ -26,8 +25,8 @@ from mpiddp.ddp.bucket_search import STEPS_OF_A_TURN, Found, most_steps, search
 from mpiddp.transports.choice import default_bucket_bytes
 
 if TYPE_CHECKING:
-    from mpiddp.ddp.torch_reducer import TorchReducer
     from mpiddp.engine.engine import Channel
+    from mpiddp.reducer.reducer import Reducer
 
 __all__ = ["CANDIDATES_MB", "BucketTuning", "size_limits", "tuning_of"]
 
@@ -72,7 +71,7 @@ class BucketTuning:
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = weakref.ref(wrapper)
-        self._reducer: weakref.ref[TorchReducer] = weakref.ref(wrapper.reducer)
+        self._reducer: weakref.ref[Reducer] = weakref.ref(wrapper.reducer)
         self._module = type(wrapper.module).__name__
         self._limits = list(wrapper.reducer.assign_buckets.size_limits)
         self.default = self.cap = self._limits[-1]
@@ -178,7 +177,7 @@ class BucketTuning:
     def _default_number(self) -> int:
         return self._caps.index(self.default)
 
-    def _begin(self, reducer: TorchReducer) -> bool:
+    def _begin(self, reducer: Reducer) -> bool:
         """Find the sizes to try, and lay the buckets out for the first one."""
         assign = reducer.assign_buckets
         layouts = {self.default: [list(bucket.parameter_indices) for bucket in reducer.buckets]}
@@ -202,7 +201,7 @@ class BucketTuning:
     def _limits_for(self, cap: int) -> list[int]:
         return [min(limit, cap) for limit in self._limits[:-1]] + [cap]
 
-    def _lay_out(self, reducer: TorchReducer, number: int) -> bool:
+    def _lay_out(self, reducer: Reducer, number: int) -> bool:
         """Have the buckets of a size. Collective. Where there is no memory, the search ends."""
         if number == self._installed:
             return False
@@ -219,11 +218,11 @@ class BucketTuning:
         self._note_installed(reducer, number)
         return True
 
-    def _note_installed(self, reducer: TorchReducer, number: int) -> None:
+    def _note_installed(self, reducer: Reducer, number: int) -> None:
         self._installed, self.cap = number, self._caps[number]
         reducer.assign_buckets.size_limits = self._limits_for(self.cap)
 
-    def _slowest(self, reducer: TorchReducer, times: Sequence[float]) -> float:
+    def _slowest(self, reducer: Reducer, times: Sequence[float]) -> float:
         """Return how long a step took, in the median, on the rank where it took longest."""
         group = reducer.process_group
         # The user may have set another device for new tensors.
@@ -232,9 +231,9 @@ class BucketTuning:
         at_once = AllgatherOptions()
         at_once.asyncOp = False
         group.all_gather_single(everyone, own, at_once)
-        return statistics.median(everyone.view(group.size(), -1).amax(dim=0).tolist())
+        return float(everyone.view(group.size(), -1).amax(dim=0).median())
 
-    def _choose(self, reducer: TorchReducer, found: Found) -> bool:
+    def _choose(self, reducer: Reducer, found: Found) -> bool:
         self._found = found
         changed = self._lay_out(reducer, found.best)
         if not self.goes_on:  # no memory

@@ -281,14 +281,15 @@ class TestWhatUsersWrite:
     def test_like_torch(self, gloo: dist.ProcessGroup, tmp_path: Path) -> None:
         """Clipping, a schedule, a scaler, an average of the weights, and a checkpoint."""
         torch.manual_seed(3)
-        module = Net()
+        module = Net(6, torch.float64)
 
         def trained(wrap: Callable[[nn.Module], nn.Module]) -> tuple[list[float], nn.Module]:
             model = wrap(copy.deepcopy(module))
             average = torch.optim.swa_utils.AveragedModel(
                 model.module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
             )
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            # Not Adam, which makes steps of rounding errors where gradients are 0.
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
             scaler = torch.amp.GradScaler("cpu")
             losses = []
@@ -301,7 +302,7 @@ class TestWhatUsersWrite:
                     for each, its in zip((model, optimizer, schedule, scaler), loaded, strict=True):
                         each.load_state_dict(its)
                 optimizer.zero_grad()
-                loss = model(batch(step)).square().mean()
+                loss = model(batch(step).double()).square().mean()
                 scaler.scale(loss).backward()
                 scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -321,9 +322,9 @@ class TestWhatUsersWrite:
         found, average = trained(ours)
         expected, truth = trained(theirs)
         with together():
-            assert found == pytest.approx(expected, rel=1e-4)
+            assert found == pytest.approx(expected, rel=1e-9)
             for one, other in zip(average.parameters(), truth.parameters(), strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+                torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
         assert_replicated(average)
 
     @several_ranks
@@ -522,7 +523,7 @@ class TestPlantedCosts:
         facts = self.chosen("exchange", lambda model: 0.04 * len(layout(model)))
         with together():
             assert facts["default_mb"] == 1
-            assert facts["bucket_cap_mb"] == 12, facts
+            assert facts["bucket_cap_mb"] > 1, facts
 
     def test_the_last_bucket_costs(self) -> None:
         """As where nothing is left to hide it behind, and the default is large ones."""

@@ -128,6 +128,7 @@ def test_bucket_sizes_are_measured(tmp_path: Path) -> None:
     (record,) = written["bucket_tuning"]
     assert {name: len(samples) for name, samples in record["seconds"].items()} == {
         importlib.import_module("names").OURS: 3,
+        "default again": 3,
         "auto": 3,
     }
     assert record["tuning"]["steps"] > 0
