@@ -56,7 +56,7 @@ class Display:
                 self.next = time.monotonic() + _BAR_SECONDS
                 # More than was thought is as much as is known.
                 self._bar.total, self._bar.n = max(total(), done), done
-                self._bar.set_description_str(what)  # draws
+                self._bar.set_description_str(_end_of(what))  # draws
             elif passed >= self._seconds:
                 while self._seconds <= passed:
                     self._seconds *= 2
@@ -92,9 +92,9 @@ def _bar(what: str, done: int, total: Callable[[], int], passed: float) -> Any:
 
             # Not tqdm's own, which is of multiprocessing. Only the main thread draws.
             Bar.set_lock(threading.RLock())
-            sized = os.get_terminal_size(sys.stderr.fileno()).columns > 0
+            sized = _columns() > 0
             bar = Bar(
-                desc=what,
+                desc=_end_of(what),
                 initial=done,
                 total=max(total(), done),
                 unit="B",
@@ -110,6 +110,16 @@ def _bar(what: str, done: int, total: Callable[[], int], passed: float) -> Any:
             bar.initial, bar.start_t = 0, bar.start_t - passed
             return bar
     return None
+
+
+def _columns() -> int:
+    return os.get_terminal_size(sys.stderr.fileno()).columns
+
+
+def _end_of(what: str) -> str:
+    """Return the end of a title that would leave a bar no room: that of a path says most."""
+    most = (_columns() or _COLUMNS) // 2
+    return what if len(what) <= most else f"…{what[1 - most :]}"
 
 
 def _size(number: float) -> str:

@@ -103,7 +103,7 @@ drawn = []
 if where == "terminal":
     ours, terminal = pty.openpty()
     if what in ("broadcast", "load"):  # others say no size
-        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 300, 0, 0))
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
     os.dup2(terminal, 2)
     os.close(terminal)
 
@@ -155,7 +155,7 @@ WHAT = [
     ("broadcast", 3, ["broadcast of the model's state"]),
     ("horovod", 2, ["broadcast of parameters"]),
     ("load", 1, ["000001-step-1: writing", "000001-step-1: reading"]),
-    ("load", 2, ["000001-step-1: its sha256", "state of rank 0: to the other ranks"]),
+    ("load", 2, ["000001-step-1: its sha256", "of rank 0: to the other ranks"]),
     ("sharded", 2, ["000001-step-1: writing", "000001-step-1: reading"]),
 ]
 
@@ -233,7 +233,7 @@ def test_the_runner_tags_the_lines(tmp_path: Path) -> None:
     """Its ranks write to pipes."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    arguments = ["-m", "mpiddp", script, "pipe", tmp_path / "checkpoints", "save"]
+    arguments = ["-m", "mpiddp", "--tag-output", script, "pipe", tmp_path / "checkpoints", "save"]
     done = mpirun.run(2, arguments, 120, {"MPIDDP_PROGRESS": "0.002"})
     print(done.stdout, done.stderr)
     assert re.search(r"^\[0\] mpiddp: rank 0: checkpoint .*: writing: ", done.stderr, re.M)
