@@ -203,8 +203,8 @@ class trace:  # used like a function
             for batch in batches:
                 ...  # train
 
-    It begins on entry, and ends after so many backward passes of a module that were reduced over all
-    ranks, or at the end of the block. Then `folder/ranks/rank-N.json.gz` is each rank's file, and
+    It begins on entry, and ends after so many backward passes of a module that were reduced over
+    all ranks, or at the end of the block. Then `folder/ranks/rank-N.json.gz` is each rank's file, and
     `folder/trace.json.gz` that of all, which Perfetto and chrome://tracing open. A block that an
     exception leaves writes the file of that rank only. docs/how-to/trace.md says what is in them.
 
