@@ -107,12 +107,15 @@ def test_what_each_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
         settings.PREEMPTION_SIGNALS: {"USR2, term": (12, 15), "none": ()},
         settings.STALL_SECONDS: {"2.5": 2.5, "none": float("inf")},
         settings.SLOW_RANKS: {"0": False, "1": True},
+        settings.PROGRESS: {"0": 0.0, "2.5": 2.5},
         settings.START_SECONDS: {"2.5": 2.5, "none": float("inf")},
         settings.PROGRAMS: {"own": "own", "all": "all"},
         settings.HEARTBEAT_SECONDS: {"20": 20.0, "none": float("inf")},
         settings.INTERFACE: {"ib0, 10.1.0.0/16": ("ib0", "10.1.0.0/16")},
         settings.JOIN: {"": None, "/shared/run-1": Path("/shared/run-1")},
         settings.TRIAL_SECONDS: {"2.5": 2.5},
+        settings.TRACE: {"": None, "trace": Path("trace")},
+        settings.TRACE_STEPS: {"7": 7},
     }
     assert list(allowed) == list(settings.SETTINGS)
     for setting, values in allowed.items():
@@ -133,6 +136,7 @@ def test_what_each_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
         (settings.PREEMPTION_SIGNALS, "USR2,KILL"),
         (settings.STALL_SECONDS, "0"),
         (settings.SLOW_RANKS, "no"),
+        (settings.PROGRESS, "none"),
         (settings.START_SECONDS, "never"),
         (settings.HEARTBEAT_SECONDS, "-1"),
         (settings.INTERFACE, "ib0,"),
