@@ -204,9 +204,10 @@ class trace:  # used like a function
                 ...  # train
 
     It begins on entry, and ends after so many backward passes of a module that were reduced over
-    all ranks, or at the end of the block. Then `folder/ranks/rank-N.json.gz` is each rank's file, and
-    `folder/trace.json.gz` that of all, which Perfetto and chrome://tracing open. A block that an
-    exception leaves writes the file of that rank only. docs/how-to/trace.md says what is in them.
+    all ranks, or at the end of the block. Then `folder/ranks/rank-N.json.gz` is each rank's file,
+    and `folder/trace.json.gz` that of all, which Perfetto and chrome://tracing open. A block that
+    an exception leaves writes the file of that rank only. docs/how-to/trace.md says what is in
+    them.
 
     Args:
         folder: where to write to, made where it is missing; the files of before are overwritten.
