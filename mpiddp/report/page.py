@@ -1,0 +1,2 @@
+class NoCharts(Exception): pass
+def write(*a): raise NoCharts("x")
