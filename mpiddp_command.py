@@ -24,12 +24,14 @@ _HELP = """\
 usage: mpiddp run [options] (SCRIPT | -m MODULE | -c CODE) [argument ...]
        mpiddp doctor [--json] [--quick]
        mpiddp flight-recorder [options] FOLDER
+       mpiddp report [--html FILE] [--json] FOLDER
        mpiddp launch mpirun [options] COMMAND [argument ...]
        mpiddp --version | --help
 
 run              run a script written for torchrun on MPI, as it is: mpirun -n 4 mpiddp run train.py
 doctor           say what mpiddp finds on this machine, and what is wrong: mpirun -n 4 mpiddp doctor
 flight-recorder  say in words what the ranks of a job did last
+report           say where the time of the steps in a trace went, and what to change
 launch           start Open MPI's mpirun, and end with 1 if it has lost a host, where it ends with 0
 
 mpiddp COMMAND --help says more."""
@@ -48,7 +50,7 @@ def main() -> int:
     if name == "launch":
         return _launch(arguments)
     if name not in _COMMANDS:
-        return _complain(f"there is no command {name!r}: run, doctor, flight-recorder or launch", 2)
+        return _complain(f"there is no command {name!r}: run, doctor, flight-recorder, report or launch", 2)
     try:
         command = _COMMANDS[name]()
     except ImportError as error:
@@ -97,7 +99,18 @@ def _flight_recorder() -> Callable[[Sequence[str], str], int]:
     return flight_recorder.main
 
 
-_COMMANDS = {"run": _run, "doctor": _doctor, "flight-recorder": _flight_recorder}
+def _report() -> Callable[[Sequence[str], str], int]:
+    from mpiddp.report import __main__ as report
+
+    return report.main
+
+
+_COMMANDS = {
+    "run": _run,
+    "doctor": _doctor,
+    "flight-recorder": _flight_recorder,
+    "report": _report,
+}
 
 
 # The pages that Open MPI's launcher prints when it has lost its daemon on a host, and the host.

@@ -96,7 +96,7 @@ class Trace:
         world_size: how many ranks the job had.
         ranks: those that there are files of, in order.
         modules: the names of the wrapped modules.
-        groups: the ranks of each process group that reduces buckets.
+        groups: the names of the process groups that reduce buckets.
         contents: what is in each bucket, by module and number.
         collectives: how often each was called on the first rank, by name.
         optimizers: the names of those that stepped on the first rank, with their class.
@@ -106,7 +106,7 @@ class Trace:
     world_size: int = 0
     ranks: list[RankTrace] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
-    groups: list[tuple[int, ...]] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
     contents: dict[tuple[int, int], Bucket] = field(default_factory=dict)
     collectives: dict[str, int] = field(default_factory=dict)
     optimizers: list[str] = field(default_factory=list)
@@ -155,7 +155,7 @@ class _Reader:
     def read(self) -> RankTrace:
         header = merging.header(self._path)
         world_size = int(header["distributedInfo"]["world_size"])
-        for event in merging.events(self._path):
+        for event in merging.events(self._path, without_ranks=True):
             if event["ph"] == "X":
                 self._take(event)
         self._trace.world_size = max(self._trace.world_size, world_size)
@@ -230,7 +230,7 @@ class _Reader:
         return _number_of(facts["module"], self._trace.modules)
 
     def _group(self, facts: dict[str, Any]) -> int:
-        return _number_of(tuple(facts.get("ranks", ())), self._trace.groups)
+        return _number_of(facts.get("group", ""), self._trace.groups)
 
 
 def _number_of(value: Any, known: list[Any]) -> int:

@@ -68,7 +68,7 @@ class TestWithoutThePackage:
         done = run("train.py")
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == (
-            "mpiddp: there is no command 'train.py': run, doctor, flight-recorder or launch\n"
+            "mpiddp: there is no command 'train.py': run, doctor, flight-recorder, report or launch\n"
         )
 
     @pytest.mark.parametrize("arguments", ["--version", "--help", "nonsense"])
@@ -98,6 +98,7 @@ print([name for name in ("mpiddp", "torch", "mpi4py") if name in sys.modules])
         ("run", "usage: mpirun -n N mpiddp run [options] (SCRIPT | -m MODULE | -c CODE)"),
         ("doctor", "usage: mpiddp doctor [-h] [--json]"),
         ("flight-recorder", "usage: mpiddp flight-recorder [-h]"),
+        ("report", "usage: mpiddp report [-h]"),
     ],
 )
 def test_help_of_a_command(command: str, said: str) -> None:
