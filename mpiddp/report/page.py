@@ -7,6 +7,7 @@ nothing.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -67,7 +68,10 @@ const drawn = charts.map(chart => {
   return Plotly.newPlot(chart.name, chart.data, layout, settings)
     .then(() => Plotly.relayout(chart.name, colours()));
 });
-Promise.all(drawn).then(() => { document.body.dataset.drawn = charts.length; });
+Promise.all(drawn).then(() => {
+  document.body.dataset.drawn = charts.length;
+  document.body.dataset.milliseconds = Math.round(performance.now());
+});
 dark.addEventListener("change", () => {
   for (const chart of charts) Plotly.relayout(chart.name, colours());
 });
@@ -130,14 +134,19 @@ def _library() -> str:
 def _findings(findings: Sequence[Finding]) -> str:
     items = []
     for finding in findings:
-        said = escape(finding.text[0].upper() + finding.text[1:])
-        remedy = f'<span class="remedy">{escape(finding.remedy)}</span>' if finding.remedy else ""
+        said = _marked(finding.text[0].upper() + finding.text[1:])
+        remedy = f'<span class="remedy">{_marked(finding.remedy)}</span>' if finding.remedy else ""
         items.append(f"<li>{said}.{remedy}</li>")
     lines = "\n".join(items)
     return (
         f'<section aria-labelledby="h-findings">\n<h2 id="h-findings">What to change</h2>\n'
         f'<ol class="findings">\n{lines}\n</ol>\n</section>'
     )
+
+
+def _marked(text: str) -> str:
+    """Return a text whose names in ` are set as code."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
 def _table(table: Table, after: str = "") -> str:
