@@ -50,7 +50,9 @@ def main() -> int:
     if name == "launch":
         return _launch(arguments)
     if name not in _COMMANDS:
-        return _complain(f"there is no command {name!r}: run, doctor, flight-recorder, report or launch", 2)
+        return _complain(
+            f"there is no command {name!r}: run, doctor, flight-recorder, report or launch", 2
+        )
     try:
         command = _COMMANDS[name]()
     except ImportError as error:

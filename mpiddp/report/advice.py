@@ -63,7 +63,9 @@ def _slow(summary: Summary) -> Iterator[tuple[float, Finding]]:
             f"steps, and the others waited {_share(cost, summary)}"
         )
         if longer / 1e3 > cost / 4:
-            text += f". Longer than with the others was {parts.NAMES[part]}: by {longer / 1e3:.1f} ms"
+            text += (
+                f". Longer than with the others was {parts.NAMES[part]}: by {longer / 1e3:.1f} ms"
+            )
         remedy = _CURES[part] if longer / 1e3 > cost / 4 else _CURES[parts.BACKWARD]
         yield cost * slow.slowest / len(summary.steps.numbers), Finding("warning", text, remedy)
 
@@ -113,12 +115,15 @@ def _data(summary: Summary) -> Iterator[tuple[float, Finding]]:
     usual = float(_middle(by_rank))
     if usual < _MATTERS * summary.step:
         return
-    yield usual, Finding(
-        "warning",
-        f"loading data takes {_share(usual, summary)}, on the rank in the middle; "
-        f"{by_rank.max():.1f} ms on rank {summary.trace.ranks[int(by_rank.argmax())].rank}",
-        "let workers load the next batches meanwhile: DataLoader(..., num_workers=2, "
-        "persistent_workers=True), or more of them",
+    yield (
+        usual,
+        Finding(
+            "warning",
+            f"loading data takes {_share(usual, summary)}, on the rank in the middle; "
+            f"{by_rank.max():.1f} ms on rank {summary.trace.ranks[int(by_rank.argmax())].rank}",
+            "let workers load the next batches meanwhile: DataLoader(..., num_workers=2, "
+            "persistent_workers=True), or more of them",
+        ),
     )
 
 
@@ -132,12 +137,15 @@ def _optimizer(summary: Summary) -> Iterator[tuple[float, Finding]]:
     if any("NodeOptimizer" in name for name in names):
         return
     saved = took * (1 - 1 / here)
-    yield saved, Finding(
-        "warning",
-        f"the optimizer ({', '.join(names)}) takes {_share(took, summary)}, and each of the {here} "
-        f"ranks of a node makes the same step",
-        f"let each of them step a part for all, which saves {saved:.1f} ms at most: "
-        f"python -m mpiddp --shared-parameters, or mpiddp.optim.NodeOptimizer",
+    yield (
+        saved,
+        Finding(
+            "warning",
+            f"the optimizer ({', '.join(names)}) takes {_share(took, summary)}, and each of the {here} "
+            f"ranks of a node makes the same step",
+            f"let each of them step a part for all, which saves {saved:.1f} ms at most: "
+            f"python -m mpiddp --shared-parameters, or mpiddp.optim.NodeOptimizer",
+        ),
     )
 
 
@@ -147,12 +155,15 @@ def _collectives(summary: Summary) -> Iterator[tuple[float, Finding]]:
         return
     counts = summary.trace.collectives
     often = sorted(counts, key=lambda name: -counts[name])[:3]
-    yield took, Finding(
-        "warning",
-        f"collectives that the program calls outside of forward and backward take "
-        f"{_share(took, summary)}; most often {', '.join(often)}",
-        "call them less often (a mean of the loss every 10 steps), or with async_op=True; a wait for "
-        "a slow rank may be in it",
+    yield (
+        took,
+        Finding(
+            "warning",
+            f"collectives that the program calls outside of forward and backward take "
+            f"{_share(took, summary)}; most often {', '.join(often)}",
+            "call them less often (a mean of the loss every 10 steps), or with async_op=True; a wait for "
+            "a slow rank may be in it",
+        ),
     )
 
 
@@ -160,10 +171,13 @@ def _checkpoints(summary: Summary) -> Iterator[tuple[float, Finding]]:
     took = summary.mean[parts.CHECKPOINT]
     if took < _MATTERS * summary.step:
         return
-    yield took, Finding(
-        "warning",
-        f"checkpoints take {_share(took, summary)}, in the mean of all steps",
-        "save in the background (mpiddp.checkpoint.async_save or Snapshots), or less often",
+    yield (
+        took,
+        Finding(
+            "warning",
+            f"checkpoints take {_share(took, summary)}, in the mean of all steps",
+            "save in the background (mpiddp.checkpoint.async_save or Snapshots), or less often",
+        ),
     )
 
 
@@ -176,11 +190,14 @@ def _other(summary: Summary) -> Iterator[tuple[float, Finding]]:
         took = float(medians[part])
         if took < _MUCH * summary.step:
             continue
-        yield took, Finding(
-            "warning",
-            f"{_share(took, summary)} goes by {where}, on the rank in the middle",
-            "see with torch.profiler what the program does there: loading data without a "
-            "DataLoader, metrics, logging, .item()",
+        yield (
+            took,
+            Finding(
+                "warning",
+                f"{_share(took, summary)} goes by {where}, on the rank in the middle",
+                "see with torch.profiler what the program does there: loading data without a "
+                "DataLoader, metrics, logging, .item()",
+            ),
         )
 
 
@@ -195,12 +212,15 @@ def _threads(summary: Summary) -> Iterator[tuple[float, Finding]]:
         threads = sum(each["threads"] for each in here)
         cores = len(set().union(*(each["cores"] for each in here)))
         if threads > cores:
-            yield 0.0, Finding(
-                "warning",
-                f"the {len(here)} ranks on {here[0]['host']} have {threads} threads "
-                f"({here[0]['threads']} a rank) on {cores} cores",
-                f"OMP_NUM_THREADS={max(cores // len(here), 1)}, or fewer ranks; `mpiddp doctor` shows "
-                f"how they are bound",
+            yield (
+                0.0,
+                Finding(
+                    "warning",
+                    f"the {len(here)} ranks on {here[0]['host']} have {threads} threads "
+                    f"({here[0]['threads']} a rank) on {cores} cores",
+                    f"OMP_NUM_THREADS={max(cores // len(here), 1)}, or fewer ranks; `mpiddp doctor` shows "
+                    f"how they are bound",
+                ),
             )
             break
     spread = [each for each in facts if each.get("sockets", 1) > 1 and each["threads"] > 1]
@@ -209,12 +229,15 @@ def _threads(summary: Summary) -> Iterator[tuple[float, Finding]]:
         per_socket = len(each["cores"]) / each["sockets"]
         if each["threads"] <= per_socket:
             continue
-        yield 0.0, Finding(
-            "warning",
-            f"rank {each['rank']} on {each['host']} has {each['threads']} threads on "
-            f"{each['sockets']} sockets: half of its memory is far from each of them",
-            f"start a rank on each socket: mpirun --map-by socket --bind-to socket, "
-            f"OMP_NUM_THREADS={int(per_socket)}",
+        yield (
+            0.0,
+            Finding(
+                "warning",
+                f"rank {each['rank']} on {each['host']} has {each['threads']} threads on "
+                f"{each['sockets']} sockets: half of its memory is far from each of them",
+                f"start a rank on each socket: mpirun --map-by socket --bind-to socket, "
+                f"OMP_NUM_THREADS={int(per_socket)}",
+            ),
         )
 
 

@@ -42,17 +42,22 @@ def exposed(summary: Summary) -> Iterator[tuple[float, Finding]]:
     whole = summary.mean[parts.EXPOSED]
     if whole < _MATTERS * summary.step or not summary.buckets:
         return
-    text = f"{whole:.1f} ms of communication, {100 * whole / summary.step:.0f} % of a step, is exposed"
+    text = (
+        f"{whole:.1f} ms of communication, {100 * whole / summary.step:.0f} % of a step, is exposed"
+    )
     sums = sum((times.exposed for times in summary.buckets.values()), np.zeros(3))
     shares = sums / sums.sum() if sums.sum() else sums
     alone = _alone(summary)
     if alone is not None:
-        yield whole, Finding(
-            "warning",
-            f"{text}, since all gradients are in one bucket ({megabytes(alone)}), which is launched "
-            f"when backward is over: next to nothing can be hidden",
-            "leave bucket_cap_mb unset, or make it smaller: a quarter of the gradients, say, is "
-            f"bucket_cap_mb={max(alone / (1 << 22), 0.25):.2g}",
+        yield (
+            whole,
+            Finding(
+                "warning",
+                f"{text}, since all gradients are in one bucket ({megabytes(alone)}), which is launched "
+                f"when backward is over: next to nothing can be hidden",
+                "leave bucket_cap_mb unset, or make it smaller: a quarter of the gradients, say, is "
+                f"bucket_cap_mb={max(alone / (1 << 22), 0.25):.2g}",
+            ),
         )
     else:
         for cause, words in _WORDS.items():
@@ -61,11 +66,14 @@ def exposed(summary: Summary) -> Iterator[tuple[float, Finding]]:
                 yield cost, words(summary, text, shares[cause])
         yield from _many_small(summary, whole)
     if summary.steps.reductions.sends_chunks and len(np.unique(summary.nodes)) == 1:
-        yield whole, Finding(
-            "warning",
-            f"{text}, and gradients travel as messages, though all ranks are on one node",
-            "leave transport= and MPIDDP_TRANSPORT unset, so that they go through shared memory; "
-            "`mpiddp doctor` says whether /dev/shm has room for it",
+        yield (
+            whole,
+            Finding(
+                "warning",
+                f"{text}, and gradients travel as messages, though all ranks are on one node",
+                "leave transport= and MPIDDP_TRANSPORT unset, so that they go through shared memory; "
+                "`mpiddp doctor` says whether /dev/shm has room for it",
+            ),
         )
 
 
@@ -75,7 +83,9 @@ def _alone(summary: Summary) -> int | None:
     for (module, _), times in summary.buckets.items():
         cost[module] = cost.get(module, 0.0) + float(times.exposed.sum())
     most = max(cost, key=cost.__getitem__)
-    sizes = [bucket.bytes for (module, _), bucket in summary.trace.contents.items() if module == most]
+    sizes = [
+        bucket.bytes for (module, _), bucket in summary.trace.contents.items() if module == most
+    ]
     return sizes[0] if len(sizes) == 1 and sizes[0] >= _LARGE else None
 
 
@@ -135,7 +145,9 @@ def _engine_late(summary: Summary, text: str, share: float) -> Finding:
     sums = np.zeros(4)
     for times in summary.buckets.values():
         sums += (times.behind_bytes, times.behind, times.after_bytes, times.after)
-    said = f"{text}, {100 * share:.0f} % of it since buckets that were ready travelled late or slowly"
+    said = (
+        f"{text}, {100 * share:.0f} % of it since buckets that were ready travelled late or slowly"
+    )
     if sums[1] and sums[3]:
         said += (
             f": {sums[0] / sums[1]:.0f} MB/s while backward runs, and {sums[2] / sums[3]:.0f} "
@@ -157,12 +169,15 @@ def _many_small(summary: Summary, whole: float) -> Iterator[tuple[float, Finding
     mean = sum(sizes) / max(len(sizes), 1)
     if len(sizes) < _MANY or mean >= _SMALL:
         return
-    yield whole / 2, Finding(
-        "warning",
-        f"there are {len(sizes)} buckets of {megabytes(mean)} in the mean: each costs a round of "
-        f"messages",
-        f"make them larger: bucket_cap_mb={max(2 * sum(sizes) / _MANY / (1 << 20), 1):.2g}, or "
-        f"leave it unset",
+    yield (
+        whole / 2,
+        Finding(
+            "warning",
+            f"there are {len(sizes)} buckets of {megabytes(mean)} in the mean: each costs a round of "
+            f"messages",
+            f"make them larger: bucket_cap_mb={max(2 * sum(sizes) / _MANY / (1 << 20), 1):.2g}, or "
+            f"leave it unset",
+        ),
     )
 
 

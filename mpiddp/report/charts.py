@@ -210,9 +210,7 @@ def _buckets(summary: Summary, step: int, began: float) -> dict[str, Any]:
     return made
 
 
-def _timeline_of_many(
-    summary: Summary, step: int, name: str, title: str, began: float
-) -> Chart:
+def _timeline_of_many(summary: Summary, step: int, name: str, title: str, began: float) -> Chart:
     """Return a picture of which part each rank was in, by time."""
     shown = np.unique(np.linspace(0, len(summary.trace.ranks) - 1, _MOST_ROWS).astype(int))
     ended = float(summary.steps.windows[:, step, 1].max())

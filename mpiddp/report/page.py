@@ -19,7 +19,9 @@ from mpiddp.report.tables import Table, headline, overlap_line, tables
 
 __all__ = ["NoCharts", "write"]
 
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+)
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #c4c4c4; --paper: #ffffff; --ink: #1b1b1b;
@@ -99,9 +101,7 @@ def write(path: Path, summary: Summary, findings: Sequence[Finding]) -> None:
         *(_chart(chart) for chart in drawn),
         *(_table(table) for table in listed[1:]),
     ]
-    data = [
-        {"name": c.name, "data": c.data, "layout": c.layout, "height": c.height} for c in drawn
-    ]
+    data = [{"name": c.name, "data": c.data, "layout": c.layout, "height": c.height} for c in drawn]
     # Nothing in it can end the element that holds it.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     part = path.with_name(f".{path.name}.part")

@@ -7,7 +7,7 @@ the others have waited for more than a twentieth of a step, in the mean. Its run
 highest number of steps in which it was the slowest, less those in which it was not: one step in
 which another rank was later does not end a run, and many do. A rank is named where that number is
 so high that it would come about by chance in one trace of 20, if each rank were the slowest as
-often as others; half of it where the others wait for a quarter of a step; 3 at least. Where no rank
+often as others; steps that cost less than half of the others do not count; half of it where the others wait for a quarter of a step; 3 at least. Where no rank
 is named, the same is done for nodes.
 """
 
@@ -115,6 +115,10 @@ def _named(
     for who in np.unique(slowest[matters]):
         mine = (slowest == who) & matters
         first, last = _run(mine)
+        # What costs much less than most of the run was chance, before or after it.
+        costs = cost[first : last + 1][mine[first : last + 1]]
+        mine &= cost > np.median(costs) / 2
+        first, last = _run(mine)
         count = int(mine[first : last + 1].sum())
         run = np.flatnonzero(mine[first : last + 1]) + first
         needed = chance
@@ -157,9 +161,7 @@ def _run(mine: NDArray[np.bool_]) -> tuple[int, int]:
     return best
 
 
-def _longer(
-    steps: Steps, here: NDArray[np.bool_], run: NDArray[np.int64]
-) -> tuple[int, float]:
+def _longer(steps: Steps, here: NDArray[np.bool_], run: NDArray[np.int64]) -> tuple[int, float]:
     own = [part for part in parts.NAMES if part not in (parts.WAITING, parts.EXPOSED)]
     times = steps.times[:, run][:, :, own].mean(axis=1)
     more = times[here].mean(axis=0) - np.median(times[~here], axis=0)

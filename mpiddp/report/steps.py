@@ -37,9 +37,7 @@ class Stretches:
         inside = (ends > began) & (self.began < ended)
         return [
             (int(part), max(float(a), began), min(float(b), ended))
-            for part, a, b in zip(
-                self.part[inside], self.began[inside], ends[inside], strict=True
-            )
+            for part, a, b in zip(self.part[inside], self.began[inside], ends[inside], strict=True)
         ]
 
 

@@ -119,7 +119,10 @@ class Summary:
                 for place, rank in enumerate(self.trace.ranks)
             ],
             "steps": [
-                {"number": int(number), "ms": round(float(steps.durations[:, place].max()) / 1e3, 4)}
+                {
+                    "number": int(number),
+                    "ms": round(float(steps.durations[:, place].max()) / 1e3, 4),
+                }
                 for place, number in enumerate(steps.numbers)
             ],
             "step_ms": round(self.step, 4),

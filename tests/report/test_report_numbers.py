@@ -197,7 +197,10 @@ class TestOtherAdvice:
         made = summarize(tmp_path / "a", optimizer=always(12))
         assert "the optimizer (SGD.step) takes 12.0 ms" in said(made)
         assert "saves 6.0 ms at most" in said(made)
-        for name, job in {"b": {"to_a_node": 1}, "c": {"facts": {"shared_parameters": True}}}.items():
+        for name, job in {
+            "b": {"to_a_node": 1},
+            "c": {"facts": {"shared_parameters": True}},
+        }.items():
             made = summarize(tmp_path / name, optimizer=always(12), **job)
             assert "the optimizer" not in said(made), job
 

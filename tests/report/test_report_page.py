@@ -17,7 +17,9 @@ from mpiddp.report.__main__ import main
 pytest.importorskip("plotly", reason="plotly is not installed: there are no pages without it")
 pytestmark = [pytest.mark.once, pytest.mark.timeout(200)]
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")
 
 
@@ -58,7 +60,9 @@ class _Page(html.parser.HTMLParser):
         if tag not in ("meta", "link"):
             self._in.append(tag)
         self.loads += [
-            v for name, v in attrs if name in ("src", "href", "action") and not v.startswith("data:")
+            v
+            for name, v in attrs
+            if name in ("src", "href", "action") and not v.startswith("data:")
         ]
 
     def handle_endtag(self, tag):
@@ -145,7 +149,9 @@ def test_where_it_cannot_be_written(tmp_path, capsys):
 
 
 @needs_browser
-@pytest.mark.parametrize("options", [(), ("--force-dark-mode", "--blink-settings=preferredColorScheme=0")])
+@pytest.mark.parametrize(
+    "options", [(), ("--force-dark-mode", "--blink-settings=preferredColorScheme=0")]
+)
 def test_a_browser_draws_it(tmp_path, options):
     document = opened(make(tmp_path, ranks=6), *options)
     assert 'data-drawn="5"' in document

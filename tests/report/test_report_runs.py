@@ -19,7 +19,9 @@ def reported(folder: Path, ranks: int, fault: str) -> tuple[dict, str]:
     done = mpirun.run(ranks, [SCRIPT, fault], 90, {"MPIDDP_TRACE": str(folder)})
     assert done.returncode == 0, done.stderr
     command = [sys.executable, "-m", "mpiddp.report", folder]
-    told = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=90, check=True)
+    told = subprocess.run(
+        [*command, "--json"], capture_output=True, text=True, timeout=90, check=True
+    )
     report = json.loads(told.stdout)
     assert len(report["ranks"]) == ranks
     assert [step["number"] for step in report["steps"]] == list(range(2, 17))
