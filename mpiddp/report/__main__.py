@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from mpiddp.findings import Finding
 from mpiddp.report import advice, page, summary, text, trace_files
 
 __all__ = ["main"]
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str], name: str = "python -m mpiddp.report") -> int
 
 def _write_page(
     numbers: summary.Summary,
-    findings: Sequence[advice.Finding],
+    findings: Sequence[Finding],
     wanted: Path | None,
     usual: Path,
 ) -> int:

@@ -60,7 +60,8 @@ def _slow(summary: Summary) -> Iterator[tuple[float, Finding]]:
         )  # fmt: skip
         text = (
             f"all wait for {slow.name} {since}: it was the last in {slow.slowest} of {slow.steps} "
-            f"steps, and the others waited {_share(cost, summary)}"
+            f"steps, and the others waited {cost:.1f} ms, "
+            f"{100 * slow.cost / slow.duration:.0f} % of each"
         )
         if longer / 1e3 > cost / 4:
             text += (
@@ -71,17 +72,20 @@ def _slow(summary: Summary) -> Iterator[tuple[float, Finding]]:
 
 
 _CURES = {
-    parts.FORWARD: "see whether its batches are larger than those of others, and by `mpiddp doctor` "
+    parts.FORWARD: "see whether its batches are larger than those of others, and by "
+    "`mpiddp doctor` "
     "whether its host has slower cores or memory, or something else runs there",
     parts.OPTIMIZER: "see by `mpiddp doctor` whether its host has slower memory, or something else "
     "runs there",
     parts.DATA: "give its DataLoader more workers (num_workers, persistent_workers=True), or "
     "faster storage; see whether it reads more than the others",
     parts.CHECKPOINT: "save in the background: mpiddp.checkpoint.async_save, or Snapshots",
-    parts.LOSS: "what lies between its forward and its backward, such as logging or the loss, is done "
+    parts.LOSS: "what lies between its forward and its backward, such as logging or "
+    "the loss, is done "
     "by this rank alone: do it less often, or after the step",
     parts.COLLECTIVES: "call them less often, or with async_op=True",
-    parts.OTHER: "this rank does something between its steps, such as logging, validation or writing: "
+    parts.OTHER: "this rank does something between its steps, such as logging, "
+    "validation or writing: "
     "do it less often, or in a thread",
 }
 _CURES[parts.BACKWARD] = _CURES[parts.FORWARD]
@@ -141,7 +145,8 @@ def _optimizer(summary: Summary) -> Iterator[tuple[float, Finding]]:
         saved,
         Finding(
             "warning",
-            f"the optimizer ({', '.join(names)}) takes {_share(took, summary)}, and each of the {here} "
+            f"the optimizer ({', '.join(names)}) takes {_share(took, summary)}, and "
+            f"each of the {here} "
             f"ranks of a node makes the same step",
             f"let each of them step a part for all, which saves {saved:.1f} ms at most: "
             f"python -m mpiddp --shared-parameters, or mpiddp.optim.NodeOptimizer",
@@ -161,7 +166,8 @@ def _collectives(summary: Summary) -> Iterator[tuple[float, Finding]]:
             "warning",
             f"collectives that the program calls outside of forward and backward take "
             f"{_share(took, summary)}; most often {', '.join(often)}",
-            "call them less often (a mean of the loss every 10 steps), or with async_op=True; a wait for "
+            "call them less often (a mean of the loss every 10 steps), or with "
+            "async_op=True; a wait for "
             "a slow rank may be in it",
         ),
     )
@@ -218,7 +224,8 @@ def _threads(summary: Summary) -> Iterator[tuple[float, Finding]]:
                     "warning",
                     f"the {len(here)} ranks on {here[0]['host']} have {threads} threads "
                     f"({here[0]['threads']} a rank) on {cores} cores",
-                    f"OMP_NUM_THREADS={max(cores // len(here), 1)}, or fewer ranks; `mpiddp doctor` shows "
+                    f"OMP_NUM_THREADS={max(cores // len(here), 1)}, or fewer ranks; "
+                    f"`mpiddp doctor` shows "
                     f"how they are bound",
                 ),
             )
@@ -254,7 +261,8 @@ def _files(summary: Summary) -> Iterator[Finding]:
     if not all(rank.facts["clock"]["aligned_at_end"] for rank in summary.trace.ranks):
         yield Finding(
             "warning",
-            "the clocks were compared at the beginning only: what one rank waits for another can be "
+            "the clocks were compared at the beginning only: what one rank waits for "
+            "another can be "
             "wrong by more than is said",
             "call destroy_process_group at the end of the program",
         )

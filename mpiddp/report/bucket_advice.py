@@ -53,9 +53,11 @@ def exposed(summary: Summary) -> Iterator[tuple[float, Finding]]:
             whole,
             Finding(
                 "warning",
-                f"{text}, since all gradients are in one bucket ({megabytes(alone)}), which is launched "
+                f"{text}, since all gradients are in one bucket ({megabytes(alone)}), "
+                f"which is launched "
                 f"when backward is over: next to nothing can be hidden",
-                "leave bucket_cap_mb unset, or make it smaller: a quarter of the gradients, say, is "
+                "leave bucket_cap_mb unset, or make it smaller: a quarter of the "
+                "gradients, say, is "
                 f"bucket_cap_mb={max(alone / (1 << 22), 0.25):.2g}",
             ),
         )
@@ -71,7 +73,8 @@ def exposed(summary: Summary) -> Iterator[tuple[float, Finding]]:
             Finding(
                 "warning",
                 f"{text}, and gradients travel as messages, though all ranks are on one node",
-                "leave transport= and MPIDDP_TRANSPORT unset, so that they go through shared memory; "
+                "leave transport= and MPIDDP_TRANSPORT unset, so that they go through "
+                "shared memory; "
                 "`mpiddp doctor` says whether /dev/shm has room for it",
             ),
         )
@@ -99,7 +102,8 @@ def _filled_late(summary: Summary, text: str, share: float) -> Finding:
     bucket = summary.trace.contents.get(key)
     size = 0 if bucket is None else bucket.bytes
     said = (
-        f"{text}, {100 * share:.0f} % of it since buckets were filled too late; most of it is bucket "
+        f"{text}, {100 * share:.0f} % of it since buckets were filled too late; most "
+        f"of it is bucket "
         f"{key[1]} ({megabytes(size)}), {took:.1f} ms"
     )
     if bucket is not None and len(bucket.parameters) == 1:
@@ -173,7 +177,8 @@ def _many_small(summary: Summary, whole: float) -> Iterator[tuple[float, Finding
         whole / 2,
         Finding(
             "warning",
-            f"there are {len(sizes)} buckets of {megabytes(mean)} in the mean: each costs a round of "
+            f"there are {len(sizes)} buckets of {megabytes(mean)} in the mean: each "
+            f"costs a round of "
             f"messages",
             f"make them larger: bucket_cap_mb={max(2 * sum(sizes) / _MANY / (1 << 20), 1):.2g}, or "
             f"leave it unset",

@@ -10,8 +10,8 @@ Of each reduction three ends are compared, each no earlier than the one before:
 - as it was. What that adds is because the engine was late: buckets that were ready have waited for
   their first chunk to be sent, or travelled more slowly while backward ran.
 
-A bucket's part of each is by how much it moves that end. So the parts add up to what is exposed; one
-of them may be below 0, where a bucket makes up for what others have lost.
+A bucket's part of each is by how much it moves that end. So the parts add up to what is exposed;
+one of them may be below 0, where a bucket makes up for what others have lost.
 """
 
 from __future__ import annotations

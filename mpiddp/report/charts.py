@@ -103,7 +103,8 @@ def _late(summary: Summary) -> Chart:
     return Chart(
         "late",
         "Which rank is late",
-        "How much later than the first rank each has launched its last bucket, by step. A rank that "
+        "How much later than the first rank each has launched its last bucket, by "
+        "step. A rank that "
         "all wait for is a bright stripe.",
         [heat],
         {
@@ -244,7 +245,8 @@ def _timeline_of_many(summary: Summary, step: int, name: str, title: str, began:
     return Chart(
         name,
         title,
-        f"What each rank did, to {(edges[1] - edges[0]) / 1e3:.2f} ms. Drag to zoom, click twice to "
+        f"What each rank did, to {(edges[1] - edges[0]) / 1e3:.2f} ms. Drag to zoom, "
+        f"click twice to "
         f"go back. For every detail open trace.json.gz at ui.perfetto.dev.",
         [heat],
         {
@@ -259,7 +261,7 @@ def _timeline_of_many(summary: Summary, step: int, name: str, title: str, began:
 def _overlap(summary: Summary) -> Chart:
     steps = summary.steps
     numbers = packed(steps.numbers.astype("i4"))
-    lines = {
+    lines: dict[str, tuple[NDArray[Any], str]] = {
         "hidden behind backward": (steps.reductions.hidden, _COLOURS[parts.BACKWARD]),
         "exposed communication": (steps.reductions.exposed, _COLOURS[parts.EXPOSED]),
         "waiting for the slowest rank": (

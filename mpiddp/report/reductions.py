@@ -8,8 +8,8 @@ rank waits at the end of its backward,
 - what lies before the last rank has launched its last bucket is waiting for the slowest rank,
 - the rest is exposed communication: all have all gradients, and only their way takes time.
 
-A rank's own launches are no wait for others, so for the rank that is last the first part is 0. So it
-is where the two moments differ by no more than the two ranks' clocks may be wrong.
+A rank's own launches are no wait for others, so for the rank that is last the first part is 0. So
+it is where the two moments differ by no more than the two ranks' clocks may be wrong.
 
 A bucket travels from the moment when all have launched it, or, since buckets travel one after the
 other, when the one before it is reduced, until it is reduced. What of that lies before the rest of
@@ -176,13 +176,17 @@ def _take(
     hidden = np.minimum(reduced, np.maximum(turn, alone[:, None])) - turn
     found.hidden[ranks, steps] += np.nansum(hidden, axis=1)
     late = np.nan_to_num(np.clip(sent - turn, 0, reduced - turn))
-    times = ((values - alone[:, None]).astype("f4") for values in (common, turn, reduced))
+    launched_by_all, turn, reduced = (
+        (values - alone[:, None]).astype("f4") for values in (common, turn, reduced)
+    )
     found.travels.append(
         Travels(
             int(rows["module"][0]),
             numbers.astype("i4"),
             sizes.astype("f4"),
-            *times,
+            launched_by_all,
+            turn,
+            reduced,
             late.astype("f4"),
         )
     )

@@ -7,8 +7,9 @@ the others have waited for more than a twentieth of a step, in the mean. Its run
 highest number of steps in which it was the slowest, less those in which it was not: one step in
 which another rank was later does not end a run, and many do. A rank is named where that number is
 so high that it would come about by chance in one trace of 20, if each rank were the slowest as
-often as others; steps that cost less than half of the others do not count; half of it where the others wait for a quarter of a step; 3 at least. Where no rank
-is named, the same is done for nodes.
+often as others; half of it where the others wait for a quarter of a step; 3 at least. Steps that
+cost less than half of what most of the run do, do not count: else chance would begin a run early.
+Where no rank is named, the same is done for nodes.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Slow:
         slowest: in how many of them it was the slowest.
         to_the_end: whether the run lasts until the trace ends.
         cost: how long the others have waited in those, in the mean, in microseconds.
+        duration: of these steps, in the mean, in microseconds.
         longer: the part that it takes longer for than the others, and by how much; of the parts
             that are its own work.
     """
@@ -65,6 +67,7 @@ class Slow:
     slowest: int
     to_the_end: bool
     cost: float
+    duration: float
     longer: tuple[int, float]
 
     @property
@@ -88,10 +91,11 @@ def find(ranks: list[RankTrace], steps: Steps) -> list[Slow]:
     nodes = np.array([int(rank.facts["node"]) for rank in ranks])
 
     def of_rank(place: int) -> NDArray[np.bool_]:
-        return np.arange(len(ranks)) == place
+        return np.equal(np.arange(len(ranks)), place)
 
     def of_node(node: int) -> NDArray[np.bool_]:
-        return nodes == node
+        mine: NDArray[np.bool_] = nodes == node
+        return mine
 
     found = _named(ranks, steps, slowest, matters, cost, of_rank, is_node=False)
     if not found and len(np.unique(nodes)) > 1:
@@ -140,6 +144,7 @@ def _named(
                 # The last step of all may be an odd one.
                 last >= len(steps.numbers) - 2,
                 float(cost[run].mean()),
+                float(steps.durations[:, run].mean()),
                 _longer(steps, here, run),
             )
         )

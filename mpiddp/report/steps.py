@@ -14,7 +14,7 @@ from mpiddp.report.reductions import Reductions, measure
 if TYPE_CHECKING:
     from mpiddp.report.trace_files import RankTrace, Trace
 
-__all__ = ["Stretches", "Steps", "take_apart"]
+__all__ = ["Steps", "Stretches", "take_apart"]
 
 
 @dataclass(frozen=True)

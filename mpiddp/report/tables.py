@@ -58,7 +58,8 @@ def headline(summary: Summary) -> str:
     nodes = len(np.unique(summary.nodes))
     return (
         f"{_count(len(ranks), 'rank')} on {_count(nodes, 'node')}, {_count(len(numbers), 'step')} "
-        f"({numbers[0]} to {numbers[-1]}), {summary.step:.1f} ms each in the mean; clocks are right to "
+        f"({numbers[0]} to {numbers[-1]}), {summary.step:.1f} ms each in the mean; "
+        f"clocks are right to "
         f"{summary.clock_error:.0f} µs"
     )
 
@@ -69,7 +70,8 @@ def overlap_line(summary: Summary) -> str:
     if share is None:
         return "No gradients were reduced."
     return (
-        f"{100 * share:.0f} % of communication is hidden behind backward: {summary.hidden:.1f} ms of "
+        f"{100 * share:.0f} % of communication is hidden behind backward: "
+        f"{summary.hidden:.1f} ms of "
         f"{summary.hidden + summary.exposed:.1f} ms a step."
     )
 
@@ -158,7 +160,8 @@ def _fewer(
 
 def _buckets(summary: Summary) -> Table:
     several = len({module for module, _ in summary.buckets}) > 1
-    cost, rows = [], []
+    cost: list[float] = []
+    rows: list[tuple[str, ...]] = []
     for (module, number), times in sorted(summary.buckets.items()):
         bucket = summary.trace.contents.get((module, number))
         exposed = float(times.exposed.sum())

@@ -224,7 +224,8 @@ class _Reader:
                 if row["launched"] <= began and ended <= row["reduced"] + 0.01:
                     buckets["sent"][place] = began
         known = ~(np.isnan(buckets["launched"]) | np.isnan(buckets["reduced"]))
-        return buckets[known]
+        whole: NDArray[Any] = buckets[known]
+        return whole
 
     def _module(self, facts: dict[str, Any]) -> int:
         return _number_of(facts["module"], self._trace.modules)

@@ -68,7 +68,8 @@ class TestWithoutThePackage:
         done = run("train.py")
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == (
-            "mpiddp: there is no command 'train.py': run, doctor, flight-recorder, report or launch\n"
+            "mpiddp: there is no command 'train.py': run, doctor, flight-recorder, "
+            "report or launch\n"
         )
 
     @pytest.mark.parametrize("arguments", ["--version", "--help", "nonsense"])

@@ -85,7 +85,6 @@ PLACES = {
         "mpiddp/mpi/first_words.py": "the bell of a node",
         "mpiddp/private_folder.py": "must be the user's own",
         "mpiddp/rendezvous/meeting.py": "`mpiddp-job.json` of `elastic.admit`",
-        "mpiddp/report/page.py": "`report.html`, in the folder of a trace",
         "mpiddp/runner/command.py": "the runner's `--log-dir`",
         "mpiddp/runner/output.py": "the runner's `--log-dir`",
         "mpiddp/runner/output_relay.py": "the runner's `--log-dir`",

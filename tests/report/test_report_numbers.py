@@ -148,7 +148,8 @@ class TestSlowRanks:
         assert slow.cost / 1e3 == pytest.approx(12, abs=0.01)
         assert slow.longer == (parts.BACKWARD, pytest.approx(12000, abs=10))
         assert (
-            "all wait for rank 2 on n1 since step 11: it was the last in 20 of 20 steps, and the others "
+            "all wait for rank 2 on n1 since step 11: it was the last in 20 of 20 "
+            "steps, and the others "
             "waited 12.0 ms"
         ) in said(made)
 

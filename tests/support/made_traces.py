@@ -20,19 +20,19 @@ def always(milliseconds: float) -> Times:
 class MadeJob:
     """A job of one module. All times in milliseconds.
 
-    In each step a rank loads data, goes forward, rests (the loss), goes backward, and steps the optimizer.
-    Buckets are launched at equal times of backward, the last one where it ends. One travels after the
-    other, from when all ranks have launched it.
+    In each step a rank loads data, goes forward, rests (the loss), goes backward, and steps the
+    optimizer. Buckets are launched at equal times of backward, the last one where it ends. One
+    travels after the other, from when all ranks have launched it.
     """
 
     ranks: int = 4
     steps: int = 20
     to_a_node: int = 2
-    data: Times = always(1)
-    forward: Times = always(10)
-    loss: Times = always(0)
-    backward: Times = always(20)
-    optimizer: Times = always(2)
+    data: Times = field(default=always(1))
+    forward: Times = field(default=always(10))
+    loss: Times = field(default=always(0))
+    backward: Times = field(default=always(20))
+    optimizer: Times = field(default=always(2))
     buckets: int = 4
     bucket_bytes: int = 4 << 20
     travel: float = 1
@@ -41,7 +41,7 @@ class MadeJob:
     chunks: bool = False
     clock_error: float = 0.001
     facts: dict = field(default_factory=dict)
-    # Events of a rank in a step, beside the others, as (name, category, began after its data, length).
+    # Other events of a rank in a step: name, category, began after its data, length.
     more: Callable[[int, int], Iterable[tuple[str, str, float, float]]] = lambda rank, step: ()
 
     def write(self, folder: Path, only: Iterable[int] | None = None) -> Path:
