@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from made_traces import MadeJob, always
 
-from mpiddp.report import advice, bucket_times, parts, summary, trace_files
+from mpiddp.report import advice, bucket_times, parts, reductions, summary, trace_files
 from mpiddp.report.__main__ import main
 from mpiddp.tracing import merging
 
@@ -118,6 +118,15 @@ class TestBuckets:
         assert found["filled late"] == pytest.approx(1, abs=0.01)
         assert found["engine late"] == pytest.approx(5, abs=0.01)
         assert "ready travelled late or slowly" in said(made)
+
+    def test_the_first_chunk_alone_tells(self):
+        """No bucket travelled after backward; 4 ms of the 5 that one took it was not sent."""
+        row = lambda value: np.array([[value]], "f4")  # noqa: E731
+        one = reductions.Travels(
+            0, np.array([[0]], "i4"), row(1), row(-2), row(-2), row(3), late=row(4)
+        )
+        (times,) = bucket_times.sum_up([one]).values()
+        assert times.exposed == pytest.approx([0, 0, 3])
 
     def test_one_bucket(self, tmp_path):
         made = summarize(tmp_path, buckets=1, travel=5, bucket_bytes=8 << 20)
