@@ -162,6 +162,11 @@ class TestSlowRanks:
             "waited 12.0 ms"
         ) in said(made)
 
+    def test_chance_does_not_begin_a_run_early(self, tmp_path):
+        late = lambda r, step: 20 + (r == 2) * (3 * (step >= 7) + 20 * (step >= 11))  # noqa: E731
+        (slow,) = summarize(tmp_path, ranks=4, steps=30, backward=late).slow
+        assert (slow.first, slow.slowest) == (11, 20)
+
     @pytest.mark.parametrize(
         ("part", "name", "cure"),
         [
