@@ -26,6 +26,7 @@ usage: mpiddp run [options] (SCRIPT | -m MODULE | -c CODE) [argument ...]
        mpiddp doctor [--json] [--quick]
        mpiddp top [options] [PATTERN]
        mpiddp flight-recorder [options] FOLDER
+       mpiddp report [--html FILE] [--json] FOLDER
        mpiddp launch mpirun [options] COMMAND [argument ...]
        mpiddp --version | --help
 
@@ -33,6 +34,7 @@ run              run a script written for torchrun on MPI, as it is: mpirun -n 4
 doctor           say what mpiddp finds on this machine, and what is wrong: mpirun -n 4 mpiddp doctor
 top              show what the ranks on this node do now, as top does of processes
 flight-recorder  say in words what the ranks of a job did last
+report           say where the time of the steps in a trace went, and what to change
 launch           start Open MPI's mpirun, and end with 1 if it has lost a host, where it ends with 0
 
 mpiddp COMMAND --help says more."""
@@ -110,7 +112,19 @@ def _top() -> Callable[[Sequence[str], str], int]:
     return top.main
 
 
-_COMMANDS = {"run": _run, "doctor": _doctor, "top": _top, "flight-recorder": _flight_recorder}
+def _report() -> Callable[[Sequence[str], str], int]:
+    from mpiddp.report import __main__ as report
+
+    return report.main
+
+
+_COMMANDS = {
+    "run": _run,
+    "doctor": _doctor,
+    "top": _top,
+    "flight-recorder": _flight_recorder,
+    "report": _report,
+}
 
 
 # The pages that Open MPI's launcher prints when it has lost its daemon on a host, and the host.

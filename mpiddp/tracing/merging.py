@@ -23,6 +23,7 @@ MERGED = "trace.json.gz"
 COMPRESSION = 4
 
 # A file's first line, up to where its own facts are, is followed by one event a line, and the last.
+_RANKS = '"ranks": ['
 FIRST_LINE, LAST_LINE = '"traceEvents": [\n', "]}\n"
 
 
@@ -37,12 +38,20 @@ def header(path: Path) -> dict[str, Any]:
         return _header(file)
 
 
-def events(path: Path) -> Iterator[dict[str, Any]]:
-    """Return the events of a file, one after the other. Not collective."""
+def events(path: Path, without_ranks: bool = False) -> Iterator[dict[str, Any]]:
+    """Return the events of a file, one after the other. Not collective.
+
+    Args:
+        path: of the file.
+        without_ranks: leave out the ranks of groups, which in a large job are most of a file.
+    """
     with gzip.open(path, "rt", encoding="utf-8") as file:
         _header(file)
         for line in _lines(file):
-            yield json.loads(line)
+            text = line
+            if without_ranks and (start := line.find(_RANKS)) >= 0:
+                text = line[: start + len(_RANKS)] + line[line.index("]", start) :]
+            yield json.loads(text)
 
 
 def merge(folder: Path, ranks: Sequence[int]) -> Path:

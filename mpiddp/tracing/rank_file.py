@@ -10,6 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from mpiddp import settings
+from mpiddp.system import cores, near_memory
 from mpiddp.tracing.events import Events
 from mpiddp.tracing.merging import COMPRESSION, FIRST_LINE, LAST_LINE, path_of
 
@@ -39,11 +43,17 @@ def write(
     path = path_of(folder, topology.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     host = socket.gethostname()
+    available = cores.available()
+    sockets = near_memory.groups_of_cores("socket")
     facts = {
         "rank": topology.rank,
         "host": host,
         "node": topology.node_rank,
         "pid": os.getpid(),
+        "threads": torch.get_num_threads(),
+        "cores": sorted(available),
+        "sockets": sum(not available.isdisjoint(group) for group in sockets),
+        "shared_parameters": bool(settings.SHARED_PARAMETERS.read_before_init()),
         "reductions": len(collector.reductions),
         "lost": collector.lost,
         "unfinished": len(collector.unfinished),

@@ -68,7 +68,8 @@ class TestWithoutThePackage:
         done = run("train.py")
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == (
-            "mpiddp: there is no command 'train.py': run, doctor, top, flight-recorder or launch\n"
+            "mpiddp: there is no command 'train.py': run, doctor, top, flight-recorder, report or "
+            "launch\n"
         )
 
     @pytest.mark.parametrize("arguments", ["--version", "--help", "nonsense"])
@@ -99,6 +100,7 @@ print([name for name in ("mpiddp", "torch", "mpi4py") if name in sys.modules])
         ("doctor", "usage: mpiddp doctor [-h] [--json]"),
         ("flight-recorder", "usage: mpiddp flight-recorder [-h]"),
         ("top", "usage: mpiddp top [-h] [--json] [--once]"),
+        ("report", "usage: mpiddp report [-h]"),
     ],
 )
 def test_help_of_a_command(command: str, said: str) -> None:

@@ -77,6 +77,7 @@ def test_import_of_a_module(clone: Path) -> None:
         ("mpiddp", "--version", f"mpiddp {mpiddp.__version__}\n"),
         ("mpiddp.doctor", "--help", "usage: python -m mpiddp.doctor"),
         ("mpiddp.flight_recorder", "--help", "usage: python -m mpiddp.flight_recorder"),
+        ("mpiddp.report", "--help", "usage: python -m mpiddp.report"),
     ],
 )
 def test_programs(clone: Path, module: str, option: str, said: str) -> None:
