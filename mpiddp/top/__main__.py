@@ -9,6 +9,7 @@ In a terminal it redraws until q or Ctrl-C, else it prints once.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import shutil
@@ -90,6 +91,8 @@ def _show(watcher: Watcher, options: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a command line may have any letters
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

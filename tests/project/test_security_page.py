@@ -89,6 +89,7 @@ PLACES = {
         "mpiddp/runner/command.py": "the runner's `--log-dir`",
         "mpiddp/runner/output.py": "the runner's `--log-dir`",
         "mpiddp/runner/output_relay.py": "the runner's `--log-dir`",
+        "mpiddp/top/__main__.py": "",  # /dev/null
         "mpiddp/tracing/rank_file.py": "in the folder that you name",
         "mpiddp/transports/gpu_trial.py": "what the trial of a GPU prints",
         "mpiddp/watch/node_ends.py": "the bell of a node",

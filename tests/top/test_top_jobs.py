@@ -46,6 +46,7 @@ def check_slow_rank(job: Job, ranks: int) -> None:
             assert 0.4 < row.exposed <= 1
 
 
+@pytest.mark.smoke
 @pytest.mark.essential
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_training(tmp_path: Path, ranks: int) -> None:
