@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed._functional_collectives  # torch's wrapper uses it without an import
+import torch.distributed._functional_collectives  # torch's class uses it, and imports it nowhere
 from torch.autograd import Variable
 
 from mpiddp.ddp.python_hook import Hook, PythonHook

@@ -1,8 +1,7 @@
 """Every name that torch does not promise and mpiddp uses: what for, where, since and until when.
 
-A new torch may drop one without a word. `python mpiddp/torch_internals/private_names.py` says in a
-second which of them the installed torch has not, also where `import mpiddp` fails.
-tests/torch_internals/test_private_names.py compares the list with the source.
+A new torch may drop one without a word. `python mpiddp/torch_internals/private_names.py` says
+which, also where `import mpiddp` fails. test_private_names.py compares the list with the source.
 """
 
 from __future__ import annotations
@@ -225,6 +224,7 @@ PRIVATE_NAMES = [
         "process_group/operation_runner torch_internals/profiling",
         "whether a profiler runs",
     ),
+    *_names("torch.distributed.", "_functional_collectives", "ddp/mixed_precision", "its class"),
     *_names(
         "torch.distributed.Logger.",
         "_get_ddp_logging_data _set_comm_hook_name _set_static_graph _set_uneven_input_join",
