@@ -61,32 +61,32 @@ cdef class StepTimes:
         if self.place >= 0:
             show_step(self.place, source, ended, self.step, self.all_exposed)
 
-    def show_comparison(
-        self, const long long[::1] last not None, double waited, double mean_step, world_ranks
-    ):
+    def show_comparison(self, last, double waited, double mean_step, world_ranks):
         """Show other processes of the node for whom the ranks have waited. Not collective.
 
         Args:
-            last: for each step that was compared, which rank of the group was late; -1: none.
+            last: for each step that was compared, which rank of the group was late; -1: none. An
+                array of int64.
             waited: seconds that this rank has waited for the last one, in the mean.
             mean_step: seconds of a step of this rank, in the mean.
             world_ranks: the world rank of each of the group's ranks.
         """
+        cdef const long long[::1] late = last
         cdef Py_ssize_t index, other, count, most = 0
         cdef long long slowest = -1
         if self.place < 0:
             return
-        for index in range(len(last)):
+        for index in range(len(late)):
             count = 0
-            for other in range(len(last)):
-                count += last[other] == last[index]
-            if last[index] >= 0 and (
-                count > most or (count == most and last[index] < slowest)
+            for other in range(len(late)):
+                count += late[other] == late[index]
+            if late[index] >= 0 and (
+                count > most or (count == most and late[index] < slowest)
             ):
-                slowest, most = last[index], count
+                slowest, most = late[index], count
         if slowest >= 0:
             slowest = world_ranks[slowest]
-        show_comparison(self.place, slowest, most, len(last), waited, mean_step)
+        show_comparison(self.place, slowest, most, len(late), waited, mean_step)
 
     def last(self):
         """Return the seconds of the last step. Not collective.

@@ -27,6 +27,7 @@ def slower(rank, since, milliseconds, other=20):
     return lambda r, step: other + (milliseconds if r == rank and step >= since else 0)
 
 
+@pytest.mark.smoke
 class TestParts:
     def test_even_ranks(self, tmp_path):
         """The last of 4 buckets travels for 1 ms when backward is over; the others are hidden."""
