@@ -160,6 +160,7 @@ WHAT = [
 ]
 
 
+@pytest.mark.thorough(keep=2)
 @needs_tqdm
 @pytest.mark.parametrize(("what", "ranks", "titles"), WHAT)
 def test_a_bar_on_a_terminal(tmp_path: Path, what: str, ranks: int, titles: list[str]) -> None:
@@ -174,6 +175,7 @@ def test_a_bar_on_a_terminal(tmp_path: Path, what: str, ranks: int, titles: list
     assert not any("%|" in other for other in others)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(("what", "ranks", "titles"), WHAT)
 def test_lines_in_a_pipe(tmp_path: Path, what: str, ranks: int, titles: list[str]) -> None:
     told, _ = shown(tmp_path, ranks, "pipe", what, "0.001")
@@ -194,6 +196,7 @@ def test_lines_come_at_doubling_intervals(tmp_path: Path) -> None:
         assert seconds >= 0.00199 * 2**number
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("where", ["pipe", "terminal"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_nothing_of_what_is_small(tmp_path: Path, where: str, ranks: int) -> None:
@@ -207,6 +210,7 @@ def test_nothing_where_it_is_off(tmp_path: Path) -> None:
     assert shown(tmp_path, 2, "terminal", "save", "0") == ("", [""])
 
 
+@pytest.mark.thorough(keep=1)
 @needs_tqdm
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_save_that_fails_closes_its_bar(tmp_path: Path, ranks: int) -> None:
@@ -223,12 +227,14 @@ def test_an_asynchronous_save_shows_nothing(tmp_path: Path) -> None:
     assert shown(tmp_path, 2, "terminal", "async", "0.002") == ("", [""])
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("where", ["pipe", pytest.param("terminal", marks=needs_tqdm)])
 def test_who_waits_for_one_shows_it(tmp_path: Path, where: str) -> None:
     told, _ = shown(tmp_path, 2, where, "waiting", "0.1")
     assert "000001-step-1: writing" in told
 
 
+@pytest.mark.thorough
 def test_the_runner_tags_the_lines(tmp_path: Path) -> None:
     """Its ranks write to pipes."""
     script = tmp_path / "script.py"

@@ -30,6 +30,7 @@ def reported(folder: Path, ranks: int, fault: str) -> tuple[dict, str]:
     return report, "\n".join(f"{f['text']} -> {f['remedy']}" for f in report["findings"])
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.essential
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_slow_rank(tmp_path, ranks):
@@ -47,6 +48,7 @@ def test_a_slow_rank(tmp_path, ranks):
     assert "all wait for rank 1 on " in advice
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_slow_loader(tmp_path, ranks):
     report, advice = reported(tmp_path, ranks, "slow_loader")
@@ -57,6 +59,7 @@ def test_a_slow_loader(tmp_path, ranks):
     assert "num_workers" in advice
 
 
+@pytest.mark.thorough
 def test_a_slow_loader_of_one_rank(tmp_path):
     report, advice = reported(tmp_path, 3, "slow_loader_of_one")
     assert report["slow"][0]["rank"] == 1
@@ -65,6 +68,7 @@ def test_a_slow_loader_of_one_rank(tmp_path):
     assert "loading data takes" not in advice
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.essential
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_one_bucket(tmp_path, ranks):
@@ -76,6 +80,7 @@ def test_one_bucket(tmp_path, ranks):
     assert "bucket_cap_mb" in advice
 
 
+@pytest.mark.thorough
 def test_several_buckets_hide_more(tmp_path):
     report, advice = reported(tmp_path, 2, "none")
     assert len(report["buckets"]) == 6

@@ -46,6 +46,7 @@ def check_slow_rank(job: Job, ranks: int) -> None:
             assert 0.4 < row.exposed <= 1
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.smoke
 @pytest.mark.essential
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -100,6 +101,7 @@ def check_commands(job: Watched, ranks: int) -> None:
         assert row["modules"][0]["name"] == "Sequential"
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.essential
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_training_that_hangs(tmp_path: Path, ranks: int) -> None:
@@ -131,6 +133,7 @@ def test_a_training_that_hangs(tmp_path: Path, ranks: int) -> None:
         assert top(job.word).endswith(": no rank of mpiddp runs here as this user\n")
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_collectives_that_hang(tmp_path: Path, ranks: int) -> None:
     """Without a wrapped module there are operations to count."""
@@ -161,6 +164,7 @@ def test_collectives_that_hang(tmp_path: Path, ranks: int) -> None:
         assert " s: all_reduce(SUM) of float32 (3,)\n" in text
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("kind", ["torch", "horovod"])
 def test_trainings_without_our_wrapper(tmp_path: Path, kind: str) -> None:
     with watched(tmp_path, 2, kind) as job:

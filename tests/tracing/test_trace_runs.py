@@ -63,6 +63,7 @@ def test_the_runner_traces_a_script(tmp_path):
     assert {event["pid"] for event in merged["traceEvents"]} == {0, 1}
 
 
+@pytest.mark.thorough
 def test_the_environment_traces_to_the_end(tmp_path):
     path = script(tmp_path, "import mpiddp")
     done = mpirun.run(3, [path], 60, {"MPIDDP_TRACE": str(tmp_path / "trace")})
@@ -73,6 +74,7 @@ def test_the_environment_traces_to_the_end(tmp_path):
     assert max(each["clock"]["error_us"] for each in facts) > 0
 
 
+@pytest.mark.thorough
 def test_a_world_of_one(tmp_path):
     path = script(tmp_path, "import mpiddp")
     done = mpirun.run(1, [path], 60, {"MPIDDP_TRACE": str(tmp_path / "trace")})
