@@ -50,7 +50,9 @@ def watch(host: str, look: Callable[[], Sequence[Job]], interval: float) -> int:
     console = Console()
     with (
         contextlib.suppress(KeyboardInterrupt),
-        _ended_by(signal.SIGTERM),
+        # A shell lets what it starts in the background, and so all that this starts, ignore it.
+        _handled(signal.SIGINT, signal.default_int_handler),
+        _handled(signal.SIGTERM, _end),
         _keys() as read_keys,
         Live(console=console, screen=True, auto_refresh=False) as live,
     ):
@@ -141,14 +143,17 @@ def _keys() -> Iterator[Callable[[float], bytes]]:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
+def _end(number: int, frame: FrameType | None) -> None:
+    """End this program in order: the terminal is to be as before."""
+    raise SystemExit(128 + number)
+
+
 @contextlib.contextmanager
-def _ended_by(number: int) -> Iterator[None]:
-    """Let a signal end this program in order: the terminal is to be as before."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(number, end)
+def _handled(
+    number: signal.Signals, handler: Callable[[int, FrameType | None], object]
+) -> Iterator[None]:
+    """Handle a signal."""
+    before = signal.signal(number, handler)
     try:
         yield
     finally:

@@ -96,8 +96,10 @@ class Terminal:
         os.close(self.theirs)
 
 
+# As below a shell that has started a program in the background, it ignores Ctrl-C at first.
 CONTROLLED = """\
-import fcntl, os, sys, termios
+import fcntl, os, signal, sys, termios
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execv(sys.argv[1], sys.argv[1:])
 """
