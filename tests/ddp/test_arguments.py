@@ -123,7 +123,7 @@ class TestArguments:
         with pytest.raises((TypeError, NotImplementedError), match=name):  # either refusal names it
             DDP(nn.Linear(4, 4), **{name: "yes"})
 
-    @pytest.mark.parametrize("value", ["25", True, [1], torch.tensor(1.0), 1j])
+    @pytest.mark.parametrize("value", [b"25", True, [1], torch.tensor(1.0), 1j])
     def test_bucket_cap_mb_of_another_type(self, value: Any) -> None:
         with pytest.raises(TypeError, match="bucket_cap_mb must be a number of MiB, not"):
             DDP(nn.Linear(4, 4), bucket_cap_mb=value)

@@ -603,6 +603,7 @@ class TestErrors:
         [
             ("automatic", ValueError, "a number of MiB or \"auto\", not 'automatic'"),
             ("", ValueError, 'a number of MiB or "auto"'),
+            ("25", ValueError, "a number of MiB or \"auto\", not '25'"),
             (-1, ValueError, "not negative: -1"),
             (float("nan"), ValueError, "a finite number"),
             (True, TypeError, "a number of MiB, not True"),
