@@ -163,12 +163,14 @@ test-faults: $(INSTALLED)
 	$(BIN)/python tests/support/launch.py --slow tests/faults $(ARGS)
 
 # Of the room of each compiled module what runs it most.
+SANITIZERS ?= memory threads
 SANITIZED ?= reducer/test_buckets.py reducer/test_gradients.py engine flight_recorder \
 	transports/test_shared.py transports/test_lanes.py transports/test_exchange.py
 .PHONY: test-sanitizers
 test-sanitizers: $(INSTALLED)
-	tests/support/sanitizers.sh memory $(BIN) $(addprefix ../,$(SANITIZED)) $(ARGS)
-	tests/support/sanitizers.sh threads $(BIN) $(addprefix ../,$(SANITIZED)) $(ARGS)
+	for kind in $(SANITIZERS); do \
+		tests/support/sanitizers.sh $$kind $(BIN) $(addprefix ../,$(SANITIZED)) $(ARGS) || exit 1; \
+	done
 
 # On MPICH, whose launcher starts what qemu runs. What is for Arm lies outside of the clone.
 .PHONY: test-arm
