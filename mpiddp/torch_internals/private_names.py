@@ -91,8 +91,8 @@ PRIVATE_NAMES = [
     *_names(
         _C10D,
         "AllgatherOptions",
-        "collectives/sparse horovod/execution process_group/group reducer/building "
-        "reducer/model_check",
+        "collectives/sparse ddp/bucket_tuning horovod/execution process_group/group "
+        "reducer/building reducer/model_check",
         _HIDDEN,
     ),
     *_names(
