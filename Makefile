@@ -105,7 +105,7 @@ help:
 	@echo 'make bench-start  from the launcher to the first step, beside torchrun with Gloo, 2 minutes'
 	@echo 'make bench-optimizer  whole steps with the optimizer, one step a node beside one a rank, 10 minutes'
 	@echo 'make bench-divided  tensor parallel and FSDP2, beside Gloo, 3 minutes'
-	@echo 'make bench-buckets  bucket sizes that are measured, beside the default, 3 minutes'
+	@echo 'make bench-buckets  bucket sizes that are measured, beside the default, 12 minutes'
 	@echo 'make bench-largest  the largest model that 4 ranks can train within some memory, 20 minutes'
 	@echo 'make train-billion  a decoder of a billion parameters on 4 ranks, in 20 GiB'
 	@echo 'make clean    remove what was built; the environments stay'

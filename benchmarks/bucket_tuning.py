@@ -12,6 +12,7 @@ there is a second one with the default, and its ratio says how much of the other
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -105,9 +106,11 @@ def main() -> None:
     torch.set_num_threads(1)
     mpiddp.init_process_group()
     names = args.names or list(MODELS)[:4]
-    records = [
-        measure(name, transport, args.rounds) for name in names for transport in args.transport
-    ]
+    records = []
+    for name, transport in itertools.product(names, args.transport):
+        records.append(measure(name, transport, args.rounds))
+        if COMM.rank == 0:  # a run of minutes may be ended before its end
+            print(report(records[-1:]), flush=True)
     mpiddp.destroy_process_group()
     if COMM.rank == 0:
         print(report(records), flush=True)

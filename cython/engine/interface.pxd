@@ -14,6 +14,7 @@ cdef struct JobRecord:
     # While a trace is on: whether to note the moments below, which are 0 where they are not known.
     int traced
     double filled           # the first gradient came
+    double full             # the last one came
     double waited           # a thread began to wait for it
     double first_chunk      # was handed to the transport, as was
     double last_chunk

@@ -8,5 +8,6 @@ cdef int note_reduction(object reducer) except -1
 
 
 cdef void begin_bucket(
-    int source, long long number, long long elements, int element, double filled, Job *job
+    int source, long long number, long long elements, int element, double filled, double full,
+    Job *job
 ) noexcept

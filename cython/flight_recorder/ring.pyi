@@ -22,7 +22,8 @@ Record = tuple[
 
 # The source, the number there; the call, None for a bucket; the elements of a bucket and their
 # dtype; when it began, started and ended (-1: in failure); the thread; of a bucket when its first
-# gradient came, when it was waited for, when its first and its last chunk were sent, 0: not known.
+# and its last gradient came, when it was waited for, when its first and its last chunk were sent,
+# 0: not known.
 Taken = tuple[
     int,
     int,
@@ -33,6 +34,7 @@ Taken = tuple[
     float,
     float,
     int,
+    float,
     float,
     float,
     float,

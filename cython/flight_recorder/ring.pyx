@@ -169,7 +169,7 @@ cdef Record *_new_record(int source, long long number) noexcept:
     record.depth = 0
     record.job.traced = tracing
     if tracing:
-        record.job.filled = record.job.waited = 0
+        record.job.filled = record.job.full = record.job.waited = 0
         record.job.first_chunk = record.job.last_chunk = 0
     next_id += 1
     # All 2000 are more than the fastest caches hold.
@@ -311,11 +311,12 @@ def fail_source(int source):
 
 
 cdef void begin_bucket(
-    int source, long long number, long long elements, int element, double filled, Job *job
+    int source, long long number, long long elements, int element, double filled, double full,
+    Job *job
 ) noexcept:
     """Record that a bucket is handed to the engine, which will note its end. Needs the GIL.
 
-    `filled`: when its first gradient came, 0 where nobody traces.
+    `filled`, `full`: when its first and its last gradient came, 0 where nobody traces.
     """
     cdef Record *record
     job.record = NULL
@@ -326,7 +327,7 @@ cdef void begin_bucket(
     record.elements = elements
     record.element = element
     record.started = record.began
-    record.job.filled = filled
+    record.job.filled, record.job.full = filled, full
     job.record_id = record.job.id
     job.shown = last_bucket()
     job.record = &record.job
@@ -427,7 +428,7 @@ def take(long long since, list unfinished not None):
         taken.append((
             record.source, record.number, None if record.name == NULL else _call_of(record),
             record.elements, _DTYPES.get(record.element), record.began, record.started, ended_at,
-            record.thread, record.job.filled, record.job.waited,
+            record.thread, record.job.filled, record.job.full, record.job.waited,
             peek_time(&record.job.first_chunk), peek_time(&record.job.last_chunk),
         ))
     return next_id, taken, left, lost
@@ -487,6 +488,6 @@ def seconds_per_bucket(long long count):
     cdef long long index
     cdef double began = now()
     for index in range(count):
-        begin_bucket(-1, index, 1, ELEMENT_FLOAT32, 0, &job)
+        begin_bucket(-1, index, 1, ELEMENT_FLOAT32, 0, 0, &job)
         note_end(&job, began)
     return (now() - began) / count

@@ -38,7 +38,9 @@ cdef class Bucket:
     cdef public bint skipped            # never launched: no rank uses its parameters
     cdef Job job
     cdef Py_ssize_t pending         # parameters that are not ready yet
-    cdef double filled              # when the first was, while a trace is on; else 0
+    # While a trace is on, when the first gradient came, and the last so far; else 0.
+    cdef double filled
+    cdef double full
     cdef Py_ssize_t bytes_per_element   # as they travel
     cdef ElementType element            # of the gradients
     cdef char *flags                # see Note [Flags behind the gradients]
@@ -48,6 +50,7 @@ cdef class Bucket:
     cdef char *first_view           # where the gradients are, and
     cdef char *last_view_end        # where they end
 
+    cdef void note_gradient(self, double moment) noexcept
     cdef object tensor_at(self, Py_ssize_t position)
     cdef int narrow(self, char *view, const char *gradient, size_t bytes_) except -1
     cdef int widen(self, char *gradient, const char *view, size_t bytes_) except -1

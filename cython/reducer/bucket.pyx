@@ -288,6 +288,12 @@ cdef class Bucket:
             for start, stop in self.common.owner.own_ranges(self.common)
         ]
 
+    cdef void note_gradient(self, double moment) noexcept:
+        """Note for a trace that a gradient has come."""
+        if self.filled == 0:
+            self.filled = moment
+        self.full = moment
+
     cdef object tensor_at(self, Py_ssize_t position):
         """Return what a gradient is set to, see Note [Gradients that are views]."""
         view, tensor = self.views[position], self.tensors[position]

@@ -202,8 +202,8 @@ cdef class Reducer(ReducerState):
             self.note_hook(index, parameter)
             return 0
         state.left = 0
-        if tracing and bucket.filled == 0:
-            bucket.filled = now()
+        if tracing:
+            bucket.note_gradient(now())
         self.queue_callback()
         if not self.has_rebuilt_buckets:
             self.arrival_order.append(index)

@@ -145,8 +145,9 @@ cdef class ReducerState:
         """Note in the flight recorder that a bucket is about to be handed to the engine."""
         begin_bucket(
             self.record_source, <long long>self.reductions * MOST_BUCKETS + bucket.index,
-            bucket.gradient_elements, bucket.job.element, bucket.filled, &bucket.job)
-        bucket.filled = 0
+            bucket.gradient_elements, bucket.job.element, bucket.filled,
+            bucket.full, &bucket.job)
+        bucket.filled = bucket.full = 0
 
     cdef _reset_counting(self):
         cdef Py_ssize_t index
@@ -155,7 +156,7 @@ cdef class ReducerState:
             self.states[index].left = self.states[index].expected
         for bucket in self.buckets:
             bucket.pending = len(bucket.parameter_indices)
-            bucket.filled = 0
+            bucket.filled = bucket.full = 0
             if not bucket.sparse:
                 bucket.set_flag(INCOMPLETE, False)
                 bucket.set_flag(MISSED, False)

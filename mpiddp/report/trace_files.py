@@ -150,12 +150,11 @@ class _Reader:
         self._waits: list[tuple[int, int, float, float]] = []
         # By module, group, backward pass and bucket: bytes, filled, launched, sent, reduced.
         self._buckets: dict[tuple[int, int, int, int], list[float]] = {}
-        self._sent: dict[tuple[int, int], list[tuple[float, float]]] = {}
 
     def read(self) -> RankTrace:
         header = merging.header(self._path)
         world_size = int(header["distributedInfo"]["world_size"])
-        for event in merging.events(self._path, without_ranks=True):
+        for event in merging.events(self._path):
             if event["ph"] == "X":
                 self._take(event)
         self._trace.world_size = max(self._trace.world_size, world_size)
@@ -167,14 +166,15 @@ class _Reader:
             for part, began, ended, tid in self._spans
             if tid in (1, row) or tid >= _NO_THREAD or part in (parts.FORWARD, parts.BACKWARD)
         ]
-        buckets = [(*key, *facts) for key, facts in self._buckets.items()]
+        buckets = np.array([(*key, *facts) for key, facts in self._buckets.items()], BUCKET)
+        whole = ~(np.isnan(buckets["launched"]) | np.isnan(buckets["reduced"]))
         return RankTrace(
             header["mpiddp"],
             np.array([step[0] for step in steps], np.int64),
             np.array([step[1:3] for step in steps], np.float64).reshape(-1, 2),
             np.array(spans, SPAN),
             np.array(self._waits, WAIT),
-            self._with_chunks(np.array(buckets, BUCKET)),
+            buckets[whole],
         )
 
     def _take(self, event: dict[str, Any]) -> None:
@@ -198,34 +198,22 @@ class _Reader:
                 _number_of(name.removeprefix("optimizer: "), self._trace.optimizers)
 
     def _take_bucket(self, name: str, began: float, ended: float, facts: dict[str, Any]) -> None:
-        if name.endswith(": waited for"):
-            return
-        if name.endswith(": chunks sent"):
-            # The file does not say of which module: of the one whose bucket is around it.
-            key = facts["backward"], facts["bucket"]
-            self._sent.setdefault(key, []).append((began, ended))
-            return
         module, group = self._module(facts), self._group(facts)
-        number, bucket, size = facts["backward"], facts["bucket"], facts.get("bytes", 0)
-        row = self._buckets.setdefault((module, group, number, bucket), [size, *[np.nan] * 4])
-        if name.endswith(": filled"):
+        number, bucket = facts["backward"], facts["bucket"]
+        row = self._buckets.setdefault((module, group, number, bucket), [0, *[np.nan] * 4])
+        _, _, what = name.partition(": ")
+        if what == "filled":
             row[1] = began
+        elif what == "chunks sent":
+            row[3] = began
+        if what:
             return
-        row[2], row[4] = began, ended
+        size = facts.get("bytes", 0)
+        row[0], row[2], row[4] = size, began, ended
         known = self._trace.contents.get((module, bucket))
         if self._is_first and (known is None or number >= known.number):
             content = Bucket(number, int(size), tuple(facts["parameters"]))
             self._trace.contents[module, bucket] = content
-
-    def _with_chunks(self, buckets: NDArray[Any]) -> NDArray[Any]:
-        for place in range(len(buckets) if self._sent else 0):
-            row = buckets[place]
-            for began, ended in self._sent.get((int(row["number"]), int(row["bucket"])), ()):
-                if row["launched"] <= began and ended <= row["reduced"] + 0.01:
-                    buckets["sent"][place] = began
-        known = ~(np.isnan(buckets["launched"]) | np.isnan(buckets["reduced"]))
-        whole: NDArray[Any] = buckets[known]
-        return whole
 
     def _module(self, facts: dict[str, Any]) -> int:
         return _number_of(facts["module"], self._trace.modules)

@@ -39,6 +39,8 @@ class Events:
         self._rows = Rows()
         # When it began and ended, the name and the facts: rows are found in order of time.
         self._filled: list[tuple[float, float, str, dict[str, object]]] = []
+        # Of the last bucket of each module: the backward pass, its index, when it was full.
+        self._before: dict[int, tuple[int, int, float]] = {}
 
     def all(self, host: str) -> Iterator[dict[str, Any]]:
         """Return all events, the names of rows last."""
@@ -122,19 +124,37 @@ class Events:
 
     def _group(self, source: int) -> dict[str, object]:
         known = self._from.sources.get(source)
-        return {} if known is None else {"group": known.name, "ranks": list(known.ranks)}
+        return {} if known is None else {"group": known.name}
+
+    def groups(self) -> list[dict[str, object]]:
+        """Return the groups that events name, as torch's profiler does under `pg_config`.
+
+        Their ranks stand here once, since in a large job they are longer than an event.
+        """
+        used = {record[0] for record in self._from.records}
+        return [
+            {
+                "pg_name": source.name,
+                "pg_desc": source.description,
+                "backend_config": "mpiddp",
+                "pg_size": len(source.ranks),
+                "ranks": list(source.ranks),
+            }
+            for number, source in sorted(self._from.sources.items())
+            if number in used
+        ]
 
     def _bucket(self, record: Taken) -> Iterator[dict[str, Any]]:
         source, number, _, elements, dtype, began, _, ended, thread, *moments = record
-        filled, waited, first, last = moments
+        filled, full, waited, first, last = moments
         backward, index = divmod(number, BUCKETS)
-        facts: dict[str, object] = {
+        which: dict[str, object] = {
             "bucket": index,
             "backward": backward + 1,
             "module": self._module(source),
-            "elements": elements,
             **self._group(source),
         }
+        facts = {**which, "elements": elements}
         if dtype is not None:
             facts |= {"dtype": describe_dtype(dtype), "bytes": elements * dtype.itemsize}
         facts["parameters"] = self._parameters(source, backward, index)
@@ -142,26 +162,25 @@ class Events:
         if ended < 0:
             yield self._failure(name, BUCKET, thread, began, facts)
             return
-        if 0 < filled <= began:
-            self._filled.append((filled, began, f"{name}: filled", facts))
+        if 0 < filled <= full <= began:
+            self._filled.append((filled, full, f"{name}: filled", facts))
+            if self._was_held(source, backward, index, full):
+                self._filled.append((full, began, f"{name}: held for an earlier one", which))
         row = self._rows.beside("buckets: launched to reduced", began, ended)
         yield self._event(name, BUCKET, row, began, ended, **facts)
         if first > 0:
             last = min(max(first, last), ended)
-            yield self._event(
-                f"{name}: chunks sent",
-                BUCKET,
-                row,
-                first,
-                last,
-                bucket=index,
-                backward=backward + 1,
-            )
+            yield self._event(f"{name}: chunks sent", BUCKET, row, first, last, **which)
         if 0 < waited < ended:
-            yield self._event(
-                f"{name}: waited for", BUCKET, self._rows.of_thread(thread), waited, ended,
-                bucket=index, backward=backward + 1,
-            )  # fmt: skip
+            thread_row = self._rows.of_thread(thread)
+            yield self._event(f"{name}: waited for", BUCKET, thread_row, waited, ended, **which)
+
+    def _was_held(self, source: int, backward: int, index: int, full: float) -> bool:
+        """Return whether a bucket was full before the one that is launched before it."""
+        before = self._before.get(source, (-1, -1, 0.0))
+        held = before[:2] == (backward, index - 1) and before[2] > full
+        self._before[source] = (backward, index, max(full, before[2]) if held else full)
+        return held
 
     def _parameters(self, source: int, backward: int, bucket: int) -> list[str]:
         layouts: list[Layout] = self._from.layouts.get(source, [])

@@ -23,7 +23,6 @@ MERGED = "trace.json.gz"
 COMPRESSION = 4
 
 # A file's first line, up to where its own facts are, is followed by one event a line, and the last.
-_RANKS = '"ranks": ['
 FIRST_LINE, LAST_LINE = '"traceEvents": [\n', "]}\n"
 
 
@@ -38,20 +37,12 @@ def header(path: Path) -> dict[str, Any]:
         return _header(file)
 
 
-def events(path: Path, without_ranks: bool = False) -> Iterator[dict[str, Any]]:
-    """Return the events of a file, one after the other. Not collective.
-
-    Args:
-        path: of the file.
-        without_ranks: leave out the ranks of groups, which in a large job are most of a file.
-    """
+def events(path: Path) -> Iterator[dict[str, Any]]:
+    """Return the events of a file, one after the other. Not collective."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         _header(file)
         for line in _lines(file):
-            text = line
-            if without_ranks and (start := line.find(_RANKS)) >= 0:
-                text = line[: start + len(_RANKS)] + line[line.index("]", start) :]
-            yield json.loads(text)
+            yield json.loads(line)
 
 
 def merge(folder: Path, ranks: Sequence[int]) -> Path:
@@ -60,10 +51,19 @@ def merge(folder: Path, ranks: Sequence[int]) -> Path:
     Raises:
         OSError: a rank's file cannot be read, or the folder not be written.
     """
-    facts = [header(path_of(folder, rank))["mpiddp"] for rank in ranks]
+    facts, groups = [], {}
+    for rank in ranks:
+        first_line = header(path_of(folder, rank))
+        facts.append(first_line["mpiddp"])
+        for group in first_line["distributedInfo"]["pg_config"]:
+            groups.setdefault(group["pg_name"], group)
+    distributed = {
+        "backend": "mpiddp", "pg_count": len(groups), "pg_config": list(groups.values())
+    }  # fmt: skip
     merged, part = folder / MERGED, folder / f".{MERGED}.part"
     with gzip.open(part, "wt", COMPRESSION, encoding="utf-8") as out:
         out.write('{"schemaVersion": 1, "displayTimeUnit": "ms", ')
+        out.write(f'"distributedInfo": {json.dumps(distributed)}, ')
         out.write(f'"mpiddp": {json.dumps({"ranks": facts})}, {FIRST_LINE}')
         before = ""
         for rank in ranks:

@@ -68,14 +68,22 @@ def write(
             "unix_time_at_zero": clock.origin - clock.began.seconds + unix_time,
         },
     }
-    distributed = {"backend": "mpiddp", "rank": topology.rank, "world_size": topology.world_size}
+    events = Events(topology.rank, clock, collector)
+    groups = events.groups()
+    distributed = {
+        "backend": "mpiddp",
+        "rank": topology.rank,
+        "world_size": topology.world_size,
+        "pg_count": len(groups),
+        "pg_config": groups,
+    }
     part = path.with_name(f".{path.name}.part")
     with gzip.open(part, "wt", COMPRESSION, encoding="utf-8") as out:
         out.write('{"schemaVersion": 1, "displayTimeUnit": "ms", ')
         out.write(f'"distributedInfo": {json.dumps(distributed)}, ')
         out.write(f'"mpiddp": {json.dumps(facts)}, {FIRST_LINE}')
         before = ""
-        for event in Events(topology.rank, clock, collector).all(host):
+        for event in events.all(host):
             out.write(before + json.dumps(event))
             before = ",\n"
         out.write(f"\n{LAST_LINE}")

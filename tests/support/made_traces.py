@@ -96,16 +96,13 @@ class MadeJob:
             "backward": step,
             "module": "Net",
             "group": "0, module 1",
-            # Only a few, since these would be most of a large file.
-            "ranks": list(range(min(self.ranks, 64))),
             "bytes": self.bucket_bytes,
             "parameters": [f"layer{number}.weight", f"layer{number}.bias"],
         }
         add(f"bucket {number}", "bucket", launched, reduced, facts)
         add(f"bucket {number}: filled", "bucket", began, launched, facts)
         if self.chunks:
-            few = {"bucket": number, "backward": step}
-            add(f"bucket {number}: chunks sent", "bucket", max(launched, sent), reduced, few)
+            add(f"bucket {number}: chunks sent", "bucket", max(launched, sent), reduced, facts)
 
     def _write_rank(self, path, rank, events):
         path.parent.mkdir(parents=True, exist_ok=True)
