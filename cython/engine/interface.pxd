@@ -82,6 +82,9 @@ cdef struct Transport:
     void (*sleep)(Transport *transport, unsigned int ticket, double seconds) noexcept nogil
     # Whether the engine thread may finish its nap first: by then a thread waits for most jobs.
     int quiet
+    # Seconds in which the engine's thread leaves a job to its caller, who may wait for it at once.
+    double left_to_caller
+    double yields           # seconds for which one who waits yields before it sleeps; 0: YIELD
     int wants_thread        # whether the engine thread serves it, if there is one
     int crowded             # whether there are fewer cores than waiting ranks
 
@@ -114,9 +117,10 @@ cdef struct EngineState:
     int running
     int stop
     int waiters
-    int asleep                      # it sleeps until woken; a nap does not count
+    int asleep                      # it sleeps until woken, or dozes; a short nap does not count
     int listening                   # it naps until a socket has news, see Note [Woken by sockets]
     double alert_until              # until then, after a quiet job, it naps instead of sleeping
+    double left_until               # until then all jobs are left to their callers
     size_t pending                  # jobs submitted and not done, all channels; peek
     ChannelState *channels
     size_t submitted                # the rest: counters, for tests and debugging; peek

@@ -46,8 +46,16 @@ cdef double NAPS_TO_WAKING = 100
 cdef double SPIN_BEFORE_SLEEP = 50e-6
 cdef double SIGNAL_CHECK = 0.1
 cdef double ALERT = 10e-3
+# To wake up takes tens of microseconds of a core: each vain time lets the next doze be twice as long.
+cdef double DOZE_LONGEST = 5e-3
 # Waking that takes so many times as long as others has moved something.
 cdef double MOVED = 3
+
+
+cdef enum:
+    # Of EngineState.asleep: until woken, or for longer than a nap.
+    ASLEEP = 1
+    DOZING = 2
 
 
 cdef enum:
@@ -178,6 +186,13 @@ cdef int step_channels(EngineState *state, int helping) noexcept nogil:
     return advanced
 
 
+cdef int is_to_wake(EngineState *state, Transport *transport) noexcept nogil:
+    """Return whether a job is worth the time that it takes to wake the engine's thread."""
+    if transport.left_to_caller:
+        return state.asleep == ASLEEP
+    return state.asleep or not transport.quiet
+
+
 cdef void enqueue(EngineState *state, ChannelState *channel, Job *job) noexcept nogil:
     cdef Transport *transport = channel.transport
     job.started = 0
@@ -197,7 +212,11 @@ cdef void enqueue(EngineState *state, ChannelState *channel, Job *job) noexcept 
         put(&state.pending, state.pending + 1)
         if transport.quiet:
             state.alert_until = now() + ALERT
-        if state.running and not state.waiters and (state.asleep or not transport.quiet):
+        if state.pending == 1 and transport.left_to_caller:
+            state.left_until = now() + transport.left_to_caller
+        elif not transport.left_to_caller:
+            state.left_until = 0
+        if state.running and not state.waiters and is_to_wake(state, transport):
             wake_thread(state)
     pthread_mutex_unlock(&state.channels_lock)
 
@@ -208,21 +227,26 @@ cdef void *engine_thread(void *argument) noexcept nogil:
     cdef double longest = NAP_LONGEST
     cdef double ran = processor_time()
     cdef double running, waking = 0
+    cdef double doze = NAP_LONGEST
     cdef int advanced, news = False, told = False
     name_thread("mpiddp engine")
     ask_for_slices(SLICE_NANOSECONDS)
     pthread_mutex_lock(&state.channels_lock)
     while not state.stop:
-        if state.waiters or not state.pending:
+        if state.waiters or not state.pending or now() < state.left_until:
             if now() < state.alert_until:
-                wait_for_signal(&state.wake, &state.channels_lock, NAP_LONGEST)
+                state.asleep = DOZING if doze > NAP_LONGEST else 0
+                wait_for_signal(&state.wake, &state.channels_lock, doze)
+                doze = min(2 * doze, DOZE_LONGEST)
             else:
-                state.asleep = 1
+                state.asleep = ASLEEP
                 pthread_cond_wait(&state.wake, &state.channels_lock)
-                state.asleep = 0
+                doze = NAP_LONGEST
+            state.asleep = 0
             nap = NAP_SHORTEST
             ran = processor_time()
             continue
+        doze = NAP_LONGEST
         pthread_mutex_unlock(&state.channels_lock)
         advanced = 0
         if pthread_mutex_trylock(&state.progress_lock) == 0:
@@ -268,6 +292,8 @@ cdef int relax(
             transport.sleep(transport, ticket, SIGNAL_CHECK)
     elif transport.sleep != NULL and idle > YIELD:
         transport.sleep(transport, ticket, sleep_after(idle))
+    elif transport.sleep == NULL and SPIN < idle < transport.yields:
+        sched_yield()
     elif transport.sleep == NULL and idle > (SPIN if hears(state) else YIELD) and has_sockets():
         return HAS_LISTENED | (HAS_NEWS if listen(sleep_after(idle)) else 0)
     else:
@@ -306,7 +332,7 @@ cdef int drive(
         if advanced:
             idle_since = time
             continue
-        if peek(&state.pending) and not asked:
+        if time - idle_since > SPIN and peek(&state.pending) and not asked:
             slices = ask_for_slices(SLICE_NANOSECONDS)
             asked = True
         sleep = relax(state, transport, ticket, time - idle_since, served)

@@ -41,6 +41,10 @@ cdef double SIGNAL_CHECK = 0.1
 cdef double YIELD = 20e-3
 cdef double AWAKE = 100e-6
 
+# Most callers wait at once for what they begin. The engine's thread takes a core for the copy of a
+# large message, perhaps that of another rank, and does not make it faster.
+cdef double LEFT = 200e-6
+
 # How long it may take to take back a receive; then its memory is kept.
 cdef double LONGEST = 1.0
 
@@ -166,6 +170,8 @@ cdef class Requests:
         self.process_id = getpid()
         self.state.transport.wants_thread = True
         self.state.transport.quiet = True
+        self.state.transport.left_to_caller = LEFT
+        self.state.transport.yields = YIELD
         self.state.transport.call = "MPI_Test"
         self.state.transport.poll = begin_round
         self.state.transport.advance = advance
