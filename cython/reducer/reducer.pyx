@@ -170,7 +170,7 @@ cdef class Reducer(ReducerState):
             except Exception:
                 self._remove_autograd_hooks()
                 raise
-        self.counting = -1
+        self.counting, self.layout = -1, self.layout + 1
         self.channel = self.channels[self.parameters[0].device]     # perhaps another by now
         for bucket in self.buckets:
             bucket.skipped = self.unused_everywhere.issuperset(bucket.parameter_indices)

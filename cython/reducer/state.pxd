@@ -25,6 +25,7 @@ cdef class ReducerState:
     cdef bint lazy_buckets          # see Note [Lazy buckets]
     cdef public bint ends_by_hand     # the user calls `finish_backward`
     cdef readonly bint has_rebuilt_buckets
+    cdef readonly int layout                # how often buckets were made; 1: the first ones
     cdef public object compression    # the 16-bit dtype of float32 and float64, or None
     cdef public object python_hook    # what moves the gradients, or None
     cdef readonly list post_backward_futures     # of hooks of the buffers

@@ -19,6 +19,7 @@ class ReducerState:
     gradient_as_bucket_view: bool
     ends_by_hand: bool
     has_rebuilt_buckets: bool
+    layout: int
     static_graph: bool
     reductions: int
     agreement: Any

@@ -16,6 +16,11 @@ from mpiddp.system.posix cimport now
 COMPARED = WINDOW
 
 
+cdef double hidden(double communication, double exposed) noexcept:
+    """Return which part of the time of communication backward has hidden."""
+    return max(1 - exposed / communication, 0.0) if communication else 0.0
+
+
 cdef class StepTimes:
     """The times of one module's steps, on this rank. Not collective."""
 
@@ -102,6 +107,39 @@ cdef class StepTimes:
         return (
             self.all_steps, self.all_between, self.all_forward, self.all_backward,
             self.all_communication, self.all_exposed)
+
+    def numbers(self):
+        """Return the milliseconds of the last step, and the means since the last call, by name.
+
+        Not collective. For `mpiddp.metrics`, which says what the names mean.
+        """
+        cdef double[6] since
+        cdef long long had_inputs = self.steps - self.idle_steps
+        cdef long long steps = had_inputs - self.told_steps
+        cdef double per = 1e3 / steps if steps else 0.0
+        cdef int index
+        since[:] = [
+            self.all_steps, self.all_between, self.all_forward, self.all_backward,
+            self.all_communication, self.all_exposed]
+        for index in range(6):
+            since[index], self.told[index] = since[index] - self.told[index], since[index]
+        self.told_steps = had_inputs
+        return {
+            "step": self.steps,
+            "steps": steps,
+            "step_ms": self.step * 1e3,
+            "between_ms": self.between * 1e3,
+            "forward_ms": self.forward * 1e3,
+            "backward_ms": self.backward * 1e3,
+            "exposed_ms": self.exposed * 1e3,
+            "hidden_share": hidden(self.communication, self.exposed),
+            "mean_step_ms": since[0] * per,
+            "mean_between_ms": since[1] * per,
+            "mean_forward_ms": since[2] * per,
+            "mean_backward_ms": since[3] * per,
+            "mean_exposed_ms": since[5] * per,
+            "mean_hidden_share": hidden(since[4], since[5]),
+        }
 
     def last_waits(self):
         """Return the exposed seconds of the last COMPARED steps, in a list. Not collective.

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from mpiddp.ddp.slow_ranks import StepComparison, slowest_of
 from mpiddp.ddp.torch_reducer import TorchReducer
 
-if TYPE_CHECKING:
-    from mpiddp.reducer.step_times import Seconds
-
 __all__ = ["metrics"]
 
 
 class Asked:
-    """What a module's numbers were when they were last asked for, and what is dear to find out.
+    """What is dear to find out of a module, as it was when it was last asked for.
 
     Attributes:
-        steps: that had ended, and had inputs.
-        totals: seconds of these.
         of: the window that `slowest` was found in.
         slowest: the slowest rank, its share of the steps, and seconds that this rank has waited.
-        buckets: those whose `size` in bytes is known.
+        layout: which of the reducer's layouts of buckets has `size` bytes; -1: none yet.
     """
 
     def __init__(self) -> None:
-        self.steps = 0
-        self.totals: Seconds = (0.0,) * 6
         self.of: Any = None
         self.slowest: tuple[int, float, float] = (-1, 0.0, 0.0)
-        self.buckets: Any = None
+        self.layout = -1
         self.size = 0
 
 
@@ -66,38 +59,14 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
         TypeError: the model is not wrapped in our class.
     """
     reducer = _reducer_of(model)
-    times = reducer.times
     asked: Asked = reducer.asked or Asked()
     reducer.asked = asked
-    had_inputs = times.steps - times.idle_steps
-    steps = had_inputs - asked.steps
-    last, totals, before = times.last(), times.totals(), asked.totals
-    asked.steps, asked.totals = had_inputs, totals
-    per = 1e3 / steps if steps else 0.0
-    step, between, forward, backward, communication, exposed = last
-    communicated = totals[4] - before[4]
-    all_exposed = totals[5] - before[5]
     tuning = reducer.tuning
-    found: dict[str, float] = {
-        "step": times.steps,
-        "steps": steps,
-        "step_ms": step * 1e3,
-        "between_ms": between * 1e3,
-        "forward_ms": forward * 1e3,
-        "backward_ms": backward * 1e3,
-        "exposed_ms": exposed * 1e3,
-        "hidden_share": max(1 - exposed / communication, 0.0) if communication else 0.0,
-        "mean_step_ms": (totals[0] - before[0]) * per,
-        "mean_between_ms": (totals[1] - before[1]) * per,
-        "mean_forward_ms": (totals[2] - before[2]) * per,
-        "mean_backward_ms": (totals[3] - before[3]) * per,
-        "mean_exposed_ms": all_exposed * per,
-        "mean_hidden_share": max(1 - all_exposed / communicated, 0.0) if communicated else 0.0,
-        "bytes": _bytes_of(reducer, asked),
-        "bucket_cap_mb": reducer.assign_buckets.size_limits[-1] / 2**20,
-        "bucket_tuning": int(tuning is not None and tuning.goes_on),
-        "bucket_gain": 0.0 if tuning is None else tuning.gain,
-    }
+    found = reducer.times.numbers()
+    found["bytes"] = _bytes_of(reducer, asked)
+    found["bucket_cap_mb"] = reducer.assign_buckets.size_limits[-1] / 2**20
+    found["bucket_tuning"] = int(tuning is not None and tuning.goes_on)
+    found["bucket_gain"] = 0.0 if tuning is None else tuning.gain
     slowest, share, waiting = _slowest(reducer, asked)
     found["slowest_rank"] = slowest
     found["slowest_share"] = share
@@ -120,8 +89,8 @@ def _reducer_of(model: Any) -> TorchReducer:
 
 
 def _bytes_of(reducer: TorchReducer, asked: Asked) -> int:
-    if asked.buckets is not reducer.buckets:
-        asked.buckets = reducer.buckets
+    if asked.layout != reducer.layout:  # not the buckets: whoever keeps these keeps their memory
+        asked.layout = reducer.layout
         asked.size = sum(
             bucket.buffer.nbytes for bucket in reducer.buckets if bucket.buffer is not None
         )

@@ -44,11 +44,18 @@ class Reduction(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Which parameters the buckets of a reducer hold, from one reduction on."""
+    """Which parameters the buckets of a reducer hold, from one reduction on.
+
+    Attributes:
+        source: of its buckets in the flight recorder.
+        number: of the reduction.
+        layout: which of the reducer's it is.
+        names: of each bucket the parameters'.
+    """
 
     source: int
     number: int
-    indices: list[tuple[int, ...]]
+    layout: int
     names: list[list[str]]
 
 
@@ -93,11 +100,13 @@ class Collector:
         source, number = reducer.record_source, reducer.reductions - 1
         moments = tuple(reducer.last_moments())
         self.reductions.append(Reduction(source, number, threading.get_ident(), moments))
-        indices = [bucket.parameter_indices for bucket in reducer.buckets]
         layouts = self.layouts.setdefault(source, [])
-        if not layouts or layouts[-1].indices != indices:
-            names = [[_name(reducer, each) for each in bucket] for bucket in indices]
-            layouts.append(Layout(source, number, indices, names))
+        if not layouts or layouts[-1].layout != reducer.layout:
+            names = [
+                [_name(reducer, index) for index in bucket.parameter_indices]
+                for bucket in reducer.buckets
+            ]
+            layouts.append(Layout(source, number, reducer.layout, names))
         if (tuning := getattr(reducer, "tuning", None)) is not None:
             self.tunings[source] = tuning
         self._after_reduction(reducer)

@@ -2,6 +2,7 @@
 
 import re
 import time
+import weakref
 
 import mpirun
 import numpy
@@ -206,6 +207,17 @@ class TestMetrics:
         again = DDP(model.module)
         train(again, COMPARED + 1)
         assert again.reducer.comparison.last is not None
+
+    def test_memory_of_old_buckets_is_not_kept(self, model: DDP) -> None:
+        """The buckets of the first step make way for others, whoever has asked for their size."""
+        model(torch.ones(2, 8)).sum().backward()
+        mpiddp.metrics(model)
+        old = [weakref.ref(bucket.buffer) for bucket in model.reducer.buckets]
+        assert not model.reducer.has_rebuilt_buckets
+        model.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        assert model.reducer.has_rebuilt_buckets
+        assert [each() for each in old] == [None] * len(old)
 
     def test_what_is_not_wrapped_is_refused(self) -> None:
         with pytest.raises(TypeError, match="not Linear"):
