@@ -15,6 +15,11 @@ thread at a time, the holder of `progress_lock`:
   do not take time from each other.
 * without an engine thread, each hook takes one step (`poke`).
 
+Single messages that were sent or received a moment ago are left to their caller, who mostly
+waits for them at once (`left_to_caller`): to be woken for each, and to take the core of another
+rank that copies, would make them a third slower. While nothing is left for it, the engine
+thread dozes, for longer after each time in vain.
+
 Where the network is TCP, sleeps and naps end when a message comes, see
 Note [Woken by sockets] in system/sockets.pyx. Where that has proved right lately
 (`hears`), the waiter need not yield before it sleeps. One that sleeps until another
@@ -46,7 +51,7 @@ cdef double NAPS_TO_WAKING = 100
 cdef double SPIN_BEFORE_SLEEP = 50e-6
 cdef double SIGNAL_CHECK = 0.1
 cdef double ALERT = 10e-3
-# To wake up takes tens of microseconds of a core: each vain time lets the next doze be twice as long.
+# To wake up takes tens of microseconds of a core. After each time in vain it dozes twice as long.
 cdef double DOZE_LONGEST = 5e-3
 # Waking that takes so many times as long as others has moved something.
 cdef double MOVED = 3

@@ -51,7 +51,8 @@ def merge(folder: Path, ranks: Sequence[int]) -> Path:
     Raises:
         OSError: a rank's file cannot be read, or the folder not be written.
     """
-    facts, groups = [], {}
+    facts: list[dict[str, Any]] = []
+    groups: dict[str, dict[str, Any]] = {}
     for rank in ranks:
         first_line = header(path_of(folder, rank))
         facts.append(first_line["mpiddp"])

@@ -270,7 +270,8 @@ def pass_on(tensor: torch.Tensor) -> None:
 def times_that_the_engine_slept() -> int:
     for task in Path("/proc/self/task").iterdir():
         if (task / "comm").read_text().strip() == "mpiddp engine":
-            return int((task / "status").read_text().split("voluntary_ctxt_switches:")[1].split()[0])
+            status = (task / "status").read_text()
+            return int(status.split("voluntary_ctxt_switches:")[1].split()[0])
     return 0  # it has no thread
 
 

@@ -133,7 +133,8 @@ def test_merging_says_what_is_wrong(tmp_path, capsys):
     path = merging.path_of(tmp_path, 0)
     path.parent.mkdir()
     with gzip.open(path, "wt") as file:
-        file.write('{"distributedInfo": {"pg_config": []}, "mpiddp": {}, ' + merging.FIRST_LINE + '{"ph": "X"},\n')
+        file.write('{"distributedInfo": {"pg_config": []}, "mpiddp": {}, ')
+        file.write(merging.FIRST_LINE + '{"ph": "X"},\n')
     assert command.main([os.fspath(tmp_path)]) == 1
     assert "is not whole" in capsys.readouterr().err
     assert not (tmp_path / merging.MERGED).exists()
