@@ -106,6 +106,7 @@ help:
 	@echo 'make bench-optimizer  whole steps with the optimizer, one step a node beside one a rank, 10 minutes'
 	@echo 'make bench-divided  tensor parallel and FSDP2, beside Gloo, 3 minutes'
 	@echo 'make bench-buckets  bucket sizes that are measured, beside the default, 12 minutes'
+	@echo 'make slow-steps   trainings with a planted fault, and what the report says, 2 minutes'
 	@echo 'make bench-largest  the largest model that 4 ranks can train within some memory, 20 minutes'
 	@echo 'make train-billion  a decoder of a billion parameters on 4 ranks, in 20 GiB'
 	@echo 'make clean    remove what was built; the environments stay'
@@ -191,7 +192,7 @@ test-gpu:
 # Results lie in build/, like all that is made; benchmarks/README.md says how some are kept.
 BENCH := $(BIN)/python benchmarks/run.py
 
-.PHONY: bench bench-quick bench-16 bench-buckets bench-collectives bench-collectives-hosts bench-divided bench-hosts bench-largest bench-optimizer bench-start
+.PHONY: slow-steps bench bench-quick bench-16 bench-buckets bench-collectives bench-collectives-hosts bench-divided bench-hosts bench-largest bench-optimizer bench-start
 bench: $(PLOTTING)
 	$(BENCH) --output build/bench/$(MPI) $(ARGS)
 
@@ -219,6 +220,10 @@ bench-divided: $(INSTALLED)
 bench-buckets: $(INSTALLED)
 	mkdir -p build/bench-buckets
 	$(BIN)/mpirun -n 2 $(BIN)/python benchmarks/bucket_tuning.py --json build/bench-buckets/$(MPI).json $(ARGS)
+
+# Reports and pictures of docs/how-to/my-step-is-slow.md. Needs root, Chromium, and a machine at rest.
+slow-steps: $(INSTALLED)
+	$(BIN)/python benchmarks/slow_steps.py $(ARGS)
 
 bench-largest: $(INSTALLED)
 	$(BIN)/python benchmarks/largest_model.py --json build/bench-largest/largest-$(MPI).json $(ARGS)

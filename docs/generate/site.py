@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -24,6 +25,7 @@ import notes
 import optimizer_tables
 import other_tables
 import settings_table
+import slow_step_reports
 import step_tables
 import tested_table
 import trainer_tables
@@ -32,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # The same as `paths` in mkdocs.yml, and the package in it.
 SOURCES = ROOT / "build" / "docs-sources" / "mpiddp"
 PLOTS = ("benchmarks/results/*.svg", "benchmarks/scaling.svg")
+PICTURES = (slow_step_reports.PICTURES, "how-to")
 
 MARK = re.compile(r"<!-- generated: ([\w-]+) -->")
 PARTS: dict[str, Callable[[], str]] = {
@@ -61,6 +64,11 @@ PARTS: dict[str, Callable[[], str]] = {
     "snapshots": other_tables.snapshots,
     "starts": other_tables.starts,
     "start-calls": other_tables.start_calls,
+    "slow-host": partial(slow_step_reports.whole, "slow-host"),
+    "slow-rank": partial(slow_step_reports.first_finding, "slow-rank"),
+    "slow-link": partial(slow_step_reports.first_finding, "slow-link"),
+    "one-large-bucket": partial(slow_step_reports.first_finding, "one-bucket"),
+    "healthy-steps": partial(slow_step_reports.first_finding, "healthy"),
     "cost-model": (ROOT / "benchmarks" / "scaling.md").read_text,
 }
 
@@ -81,10 +89,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the plots of the benchmarks to the pages about them."""
-    for pattern in PLOTS:
+    """Add the plots of the benchmarks, and pictures of reports, to the pages about them."""
+    for pattern, folder in (*((plots, "performance") for plots in PLOTS), PICTURES):
         for plot in ROOT.glob(pattern):
-            place = f"performance/{plot.name}"
+            place = f"{folder}/{plot.name}"
             files.append(File.generated(config, place, abs_src_path=str(plot)))
     return files
 
@@ -96,4 +104,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def _keep_together(part: str) -> str:
     """Return `part` with no line break inside of a spread such as "(0.13 to 0.38)"."""
+    if part.startswith("```"):  # as it was printed
+        return part
     return re.sub(r"\(-?\d[^()|\n]*\)", lambda spread: spread[0].replace(" ", "&nbsp;"), part)

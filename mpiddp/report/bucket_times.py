@@ -83,9 +83,8 @@ def _add_causes(one: Travels, found: dict[tuple[int, int], BucketTimes]) -> None
     after = sum(t.after for (module, _), t in found.items() if module == one.module)
     size = sum(t.after_bytes for (module, _), t in found.items() if module == one.module)
     time = one.reduced - one.turn
-    fast = time - one.late
-    if size:
-        fast = np.minimum(fast, one.bytes * (after / size))
+    # In the mean: of several that are under way at once, one takes from another.
+    fast = one.bytes * (after / size) if size else time - one.late
     fast, done = np.nan_to_num(fast), np.zeros((3, len(time)))
     queued = np.full(len(time), -np.inf)
     for place in range(time.shape[1]):
