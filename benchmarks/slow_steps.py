@@ -1,4 +1,4 @@
-"""Train with a planted fault, on hosts made of namespaces, and keep what the report says. Needs root.
+"""Train with planted faults, on hosts made of namespaces; keep what the report says. Needs root.
 
     python benchmarks/slow_steps.py [--output FOLDER] [CASE ...]
     python benchmarks/slow_steps.py --train CASE TRACE      # what each rank runs
@@ -111,7 +111,8 @@ def picture(page: Path, chart: str, path: Path) -> None:
     alone = page.with_name(f"{chart}.html")
     style = (
         f"<style>section:not([aria-labelledby='h-{chart}']), h1, main > p {{ display: none }} "
-        "main h2 { margin-top: 8px } body { padding-bottom: 24px } .modebar { display: none }</style>"
+        "main h2 { margin-top: 8px } body { padding-bottom: 24px } "
+        ".modebar { display: none }</style>"
     )
     text = page.read_text(encoding="utf-8").replace("</head>", f"{style}</head>", 1)
     measure = "<script>document.body.dataset.high = document.body.scrollHeight;</script>"
