@@ -261,6 +261,9 @@ def test_from_a_copy_of_the_environment_on_each_node(slurm: Slurm) -> None:
     plugin, settings = SRUN[slurm.mpi]
     slurm.hosts.env |= settings | {"VENV": str(environment), "SLURM_MPI_TYPE": plugin}
     slurm.hosts.env["LOCAL"] = "/var/tmp"  # which each host has for itself
+    # With a whole environment mpi4py finds the MPI that lies in it.
+    for library in (Path(sys.prefix) / "lib").glob("libmpi.so.??"):
+        slurm.hosts.env["MPI4PY_LIBMPI"] = str(library)
 
     def train() -> str:
         job = slurm.submit("--epochs", "1")
