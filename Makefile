@@ -375,9 +375,10 @@ $(PLOTTING): $(INSTALLED)
 
 # Of pyproject.toml's "libraries". DeepSpeed's set-up asks the torch that is there.
 $(LIBRARIES): constraints.txt $(REQUIREMENTS)
-	@echo 'Installing what tests/libraries tries into $(VENV)'
+	@echo 'Installing what tests/libraries tries, and what checks recipes, into $(VENV)'
 	@DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PIP) install -c $(CONSTRAINTS) --no-build-isolation \
-		deepspeed HolisticTraceAnalysis mlflow-skinny monai pytorch-ignite tensorboard transformers wandb
+		deepspeed easybuild HolisticTraceAnalysis mlflow-skinny monai py-rattler-build pytorch-ignite \
+		tensorboard transformers wandb
 	@touch $@
 
 # What a wheel for older systems is made with: a compiler with their C libraries, and what checks it.

@@ -1,4 +1,4 @@
-"""Beside a training in one program: PETSc solves, and HDF5 writes with all ranks."""
+"""Beside a training in one program: PETSc solves, and HDF5 writes with all ranks and is read."""
 
 import importlib.util
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import mpirun
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "support" / "scripts" / "libraries" / "solver_and_files.py"
+SCRIPTS = Path(__file__).parents[1] / "support" / "scripts" / "libraries"
 # Asked in a process of its own: importing either begins MPI.
 HAS_MPIO = "import h5py; raise SystemExit(not h5py.get_config().mpi)"
 
@@ -22,8 +22,8 @@ def needs(library: str) -> None:
             pytest.skip("needs h5py with HDF5_MPI=ON: docs/how-to/mpi-built-in.md")
 
 
-def losses(ranks: int, file: Path, *beside: str) -> list[str]:
-    done = mpirun.run(ranks, [SCRIPT, file, *beside], 100)
+def losses(script: str, ranks: int, file: Path, *arguments: str) -> list[str]:
+    done = mpirun.run(ranks, [SCRIPTS / script, file, *arguments], 100)
     print(done.stdout, done.stderr)
     assert done.returncode == 0
     (line,) = [each for each in done.stdout.splitlines() if each.startswith("losses")]
@@ -37,6 +37,15 @@ def test_losses_are_those_of_the_training_alone(
 ) -> None:
     for library in beside:
         needs(library)
-    alone = losses(ranks, tmp_path / "alone.h5")
-    assert losses(ranks, tmp_path / "beside.h5", *beside) == alone
+    script = "solver_and_files.py"
+    alone = losses(script, ranks, tmp_path / "alone.h5")
+    assert losses(script, ranks, tmp_path / "beside.h5", *beside) == alone
     assert len(alone) == 6 * ranks
+
+
+@pytest.mark.parametrize("how", ["loop", "collective", "fork", "forkserver", "spawn"])
+def test_losses_do_not_depend_on_who_reads(tmp_path: Path, how: str) -> None:
+    """The ranks, together or each for itself, or workers of a data loader."""
+    needs("h5py")
+    script, file = "read_hdf5.py", tmp_path / "samples.h5"
+    assert losses(script, 2, file, how) == losses(script, 2, file, "memory")

@@ -1,6 +1,7 @@
 """The recipes in packaging/ want what pyproject.toml does; its version is the only one."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,42 @@ def test_oldest_releases_for_easybuild() -> None:
         assert found is not None
         named, oldest = (tuple(map(int, one.split("."))) for one in (found[1], least(name)))
         assert named >= oldest
+
+
+ONLY_TEST_ALL = "only `make test-all` installs it"
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_conda_renders(mpi: str) -> None:
+    """As rattler-build does it before it builds, with what conda-forge sets."""
+    rattler = pytest.importorskip("rattler_build", reason=ONLY_TEST_ALL)
+    compilers = {"c_compiler": ["gcc"], "c_stdlib": ["sysroot"], "c_stdlib_version": ["2.28"]}
+    variants = rattler.VariantConfig({"mpi": [mpi], "python": ["3.12.* *_cpython"], **compilers})
+    (rendered,) = rattler.Stage0Recipe.from_file(str(CONDA)).render(variants)
+    recipe = rendered.recipe.to_dict()
+    assert recipe["package"] == {"name": "mpiddp", "version": version()}
+    assert recipe["build"]["string"].startswith(f"mpi_{mpi}_py312_h")
+    needs = recipe["requirements"]
+    assert needs["build"] == ["gcc_linux-64", "sysroot_linux-64 2.28.*"]
+    assert mpi in needs["host"]
+    assert mpi in needs["run"]
+
+
+def test_easybuild_has_what_it_names() -> None:
+    """Its own parser and check of style, and its easyconfigs of the same toolchain."""
+    pytest.importorskip("easybuild.framework", reason=ONLY_TEST_ALL)
+    from easybuild.framework.easyconfig.parser import EasyConfigParser
+    from easybuild.framework.easyconfig.style import check_easyconfigs_style
+
+    assert check_easyconfigs_style([str(EASYBUILD)]) == 0
+    recipe = EasyConfigParser(str(EASYBUILD)).get_config_dict()
+    named = recipe["builddependencies"] + recipe["dependencies"]
+    toolchain = recipe["toolchain"]
+    released = Path(sys.prefix) / "easybuild" / "easyconfigs"
+    for name, release in [*named, (toolchain["name"], toolchain["version"])]:
+        found = list(released.glob(f"?/{name}/{name}-{release}*.eb"))
+        # EasyBuild 5.4.1 has none that is as new as mpiddp needs.
+        assert found or (name, release) == ("PyTorch", "2.11.0"), (name, release)
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "mpiddp.def"])
