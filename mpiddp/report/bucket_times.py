@@ -8,7 +8,8 @@ Of each reduction three ends are compared, each no earlier than the one before:
   buckets do when backward is over. What is exposed even so is because it was filled late.
 - queued: one after the other, at that speed. What that adds is because the wire is full.
 - as it was. What that adds is because the engine was late: buckets that were ready have waited for
-  their first chunk to be sent, or travelled more slowly while backward ran.
+  their first chunk to be sent, or travelled more slowly while backward ran. Where buckets travelled
+  no more slowly then, only their wait for the first chunk counts as that, and the rest is the wire.
 
 A bucket's part of each is by how much it moves that end. So the parts add up to what is exposed;
 one of them may be below 0, where a bucket makes up for what others have lost.
@@ -82,6 +83,9 @@ def sum_up(travels: Iterable[Travels]) -> dict[tuple[int, int], BucketTimes]:
 def _add_causes(one: Travels, found: dict[tuple[int, int], BucketTimes]) -> None:
     after = sum(t.after for (module, _), t in found.items() if module == one.module)
     size = sum(t.after_bytes for (module, _), t in found.items() if module == one.module)
+    behind = sum(t.behind for (module, _), t in found.items() if module == one.module)
+    behind_size = sum(t.behind_bytes for (module, _), t in found.items() if module == one.module)
+    is_slower = behind * size > after * behind_size
     time = one.reduced - one.turn
     # In the mean: of several that are under way at once, one takes from another.
     fast = one.bytes * (after / size) if size else time - one.late
@@ -97,6 +101,10 @@ def _add_causes(one: Travels, found: dict[tuple[int, int], BucketTimes]) -> None
         done = np.where(there, ends, done)
         # By how much each end is moved beyond the one before.
         causes = np.diff(moved, axis=0, prepend=0)
+        if size and behind_size and not is_slower:
+            kept = np.clip(causes[ENGINE_LATE], 0, np.nan_to_num(one.late[:, place]))
+            causes[WIRE_FULL] += causes[ENGINE_LATE] - kept
+            causes[ENGINE_LATE] = kept
         for number in np.unique(one.buckets[there, place]):
             mine = there & (one.buckets[:, place] == number)
             found[one.module, int(number)].exposed += causes[:, mine].sum(axis=1)

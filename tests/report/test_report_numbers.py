@@ -129,6 +129,22 @@ class TestBuckets:
         (times,) = bucket_times.sum_up([one]).values()
         assert times.exposed == pytest.approx([0, 0, 3])
 
+    @pytest.mark.parametrize(
+        ("first", "late", "causes"),
+        [(1, 0, [4, 7, 0]), (1, 4, [4, 3, 4]), (8, 0, [4, 0, 7])],
+        ids=["full wire", "first chunk late", "slower while backward runs"],
+    )
+    def test_the_engine_is_late_only_if_buckets_are_slower_then(self, first, late, causes):
+        """Of 3 equal buckets the second takes 16 ms until after backward, and the third 5."""
+        row = lambda *values: np.array([values], "f4")  # noqa: E731
+        turn, reduced = row(-20, -10, 6), row(first - 20, 6, 11)
+        numbers, launched = np.array([[0, 1, 2]], "i4"), row(-20, -10, -1)
+        one = reductions.Travels(
+            0, numbers, row(1, 1, 1), launched, turn, reduced, late=row(0, late, 0)
+        )
+        found = sum(times.exposed for times in bucket_times.sum_up([one]).values())
+        assert found == pytest.approx(causes)
+
     def test_one_bucket(self, tmp_path):
         made = summarize(tmp_path, buckets=1, travel=5, bucket_bytes=8 << 20)
         assert "all gradients are in one bucket (8.0 MiB)" in said(made)
