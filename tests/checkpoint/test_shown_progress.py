@@ -148,9 +148,8 @@ def shown(
     return screens[0], screens[1:]
 
 
-needs_tqdm = pytest.mark.skipif(
-    importlib.util.find_spec("tqdm") is None, reason="needs tqdm: pip install mpiddp[progress]"
-)
+NO_TQDM = importlib.util.find_spec("tqdm") is None
+needs_tqdm = pytest.mark.skipif(NO_TQDM, reason="needs tqdm: pip install mpiddp[progress]")
 WHAT = [
     ("broadcast", 3, ["broadcast of the model's state"]),
     ("horovod", 2, ["broadcast of parameters"]),

@@ -79,6 +79,12 @@ class Terminal:
         self.output += os.read(self._ours, 1 << 16).decode()
         return True
 
+    def hang_up(self) -> None:
+        """As where a connection breaks."""
+        os.close(self.theirs)
+        os.close(self._ours)
+        self._ours = self.theirs = -1
+
     def end(self) -> int:
         """Wait until it has ended, and read the rest; return its status."""
         end = time.monotonic() + patience.enough(20)
@@ -92,8 +98,9 @@ class Terminal:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-        os.close(self._ours)
-        os.close(self.theirs)
+        if self._ours >= 0:
+            os.close(self._ours)
+            os.close(self.theirs)
 
 
 # As below a shell that has started a program in the background, it ignores Ctrl-C at first.
@@ -107,9 +114,16 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 @contextlib.contextmanager
 def top(
-    *arguments: str, columns: int = 60, lines: int = 24, env: Mapping[str, str] | None = None
+    *arguments: str,
+    columns: int = 60,
+    lines: int = 24,
+    env: Mapping[str, str] | None = None,
+    hears: bool = True,
 ) -> Iterator[Terminal]:
+    """Run it; without `hears` below nohup(1), whose own files it does not use."""
     command = [sys.executable, "-m", "mpiddp.top", *arguments]
+    if not hears:
+        command = ["/bin/sh", "-c", 'trap "" HUP; exec "$@"', "sh", *command]
     terminal = Terminal(command, columns, lines, env or {})
     try:
         yield terminal
@@ -155,19 +169,60 @@ def test_it_redraws_until_q(job: Watched) -> None:
     assert sorted(set(steps)) == steps  # more in each
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("how", ["Ctrl-C", "Ctrl-\\", "SIGTERM", "SIGHUP"])
 def test_it_is_ended_from_outside(job: Watched, how: str) -> None:
     with top(job.word) as terminal:
         terminal.until(r"(?s)q quits.*RANK.*NOW.*1 +\d+")
-        if how == "Ctrl-C":
-            terminal.press(b"\x03")
+        if how.startswith("Ctrl"):
+            terminal.press({"Ctrl-C": b"\x03", "Ctrl-\\": b"\x1c"}[how])
         else:
-            terminal.process.send_signal(signal.SIGTERM)
-        assert terminal.end() == (0 if how == "Ctrl-C" else 128 + signal.SIGTERM)
+            terminal.process.send_signal(signal.Signals[how])
+        ended_by = {"Ctrl-\\": signal.SIGQUIT}.get(how) or getattr(signal, how, None)
+        assert terminal.end() == (0 if ended_by is None else 128 + ended_by)
         assert termios.tcgetattr(terminal.theirs) == terminal.modes
     assert "Traceback" not in terminal.output
     assert terminal.output.rstrip().endswith(FIRST_SCREEN)
     assert CURSOR in terminal.output
+
+
+def test_it_is_stopped_and_goes_on(job: Watched) -> None:
+    """Ctrl-Z leaves the terminal to the shell as it was; fg draws anew."""
+    terminal = Terminal(["/bin/sh", "-i"], 60, 24, {"PS1": "shell: ", "ENV": ""})
+    command = f"{sys.executable} -m mpiddp.top {job.word} --interval 0.3\n"
+    drawn = rf"(?s){re.escape(SECOND_SCREEN)}.*q quits.*RANK.*NOW.*1 +\d+"
+    try:
+        terminal.until("shell: ")
+        terminal.press(command.encode())
+        for columns in (100, 50):
+            terminal.until(drawn)
+            assert not termios.tcgetattr(terminal.theirs)[3] & termios.ECHO
+            terminal.press(b"\x1a")
+            stopped = terminal.until(r"(?s)Stopped.*shell: ")
+            assert termios.tcgetattr(terminal.theirs) == terminal.modes
+            assert stopped.index(CURSOR) < stopped.index(FIRST_SCREEN) < stopped.index("Stopped")
+            terminal.press(b"echo alive\n")
+            assert "q quits" not in terminal.until("alive\r\nshell: ")
+            terminal.resize(columns, 24)
+            terminal.press(b"fg\n")
+        (first, *_) = frames(terminal.until(drawn).partition(SECOND_SCREEN)[2])
+        assert max(map(len, first)) <= 50
+        terminal.press(b"q")
+        assert FIRST_SCREEN in terminal.until("shell: ")
+        assert termios.tcgetattr(terminal.theirs) == terminal.modes
+        terminal.press(b"exit\n")
+        assert terminal.end() == 0
+        assert "Traceback" not in terminal.output
+    finally:
+        terminal.close()
+
+
+@pytest.mark.parametrize("hears", [True, False], ids=["SIGHUP", "nohup"])
+def test_a_terminal_that_is_gone(job: Watched, hears: bool) -> None:
+    with top(job.word, hears=hears) as terminal:
+        terminal.until(r"(?s)q quits.*RANK.*NOW.*1 +\d+")
+        terminal.hang_up()
+        status = terminal.process.wait(patience.enough(20))
+        assert status == 128 + signal.SIGHUP if hears else status >= 0
 
 
 def test_a_terminal_that_gets_wider(job: Watched) -> None:
@@ -177,6 +232,21 @@ def test_a_terminal_that_gets_wider(job: Watched) -> None:
         assert re.search("CPU +MEM +PID +NOW", STYLES.sub("", terminal.until(r"PID")))
         terminal.press(b"q")
         assert terminal.end() == 0
+
+
+def test_a_small_terminal(job: Watched) -> None:
+    """No line is longer than it is wide, which would move all others."""
+    with top(job.word, "--interval", "0.3", columns=20, lines=5) as terminal:
+        terminal.until(r"(?s)(q quits.*){3}")
+        terminal.press(b"j" * 40)
+        terminal.until("1 +[0-9]+")
+        terminal.press(b"q")
+        assert terminal.end() == 0
+    drawn = frames(terminal.output.partition(FIRST_SCREEN)[0])
+    for lines in drawn:
+        assert len(lines) <= 5
+        assert max(map(len, lines)) <= 20
+    assert drawn[0][0].startswith("mpiddp.top on ")
 
 
 def test_more_lines_than_the_terminal_has(job: Watched) -> None:
