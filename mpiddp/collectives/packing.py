@@ -84,7 +84,7 @@ def room_for(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     whole = as_one(parts)
     if whole is not None:
         return whole
-    return torch.empty(sum(sizes_in_bytes(parts)), dtype=torch.uint8)
+    return torch.empty(sum(sizes_in_bytes(parts)), dtype=torch.uint8, device="cpu")
 
 
 def unpack(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
@@ -117,7 +117,7 @@ def as_one(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
         ):
             return None
         end += part.numel() * part.element_size()
-    whole = torch.empty(0, dtype=torch.uint8)
+    whole = torch.empty(0, dtype=torch.uint8, device="cpu")
     whole.set_(storage, first.data_ptr() - base, (end - first.data_ptr(),), (1,))
     return whole
 

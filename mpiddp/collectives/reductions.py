@@ -213,7 +213,7 @@ def target_of(tensor: torch.Tensor, how: ReductionRule) -> torch.Tensor:
     if tensor.dtype == how.dtype:
         total = packing.dense(tensor)
         return total.detach() if total.requires_grad else total
-    return torch.empty(tensor.shape, dtype=how.dtype)
+    return torch.empty(tensor.shape, dtype=how.dtype, device="cpu")
 
 
 def finish(group: Group, total: torch.Tensor, tensor: torch.Tensor, how: ReductionRule) -> None:

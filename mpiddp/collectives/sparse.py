@@ -43,8 +43,8 @@ def _all_reduce_one(group: Group, tensor: torch.Tensor, opts: Any) -> None:
     if opts is not None:
         gathering.timeout = opts.timeout
     own = tensor.detach().coalesce()
-    everyone = torch.zeros(2 * group.size(), dtype=torch.int64)
-    sizes = torch.tensor([own._nnz(), own.sparse_dim()])
+    everyone = torch.zeros(2 * group.size(), dtype=torch.int64, device="cpu")
+    sizes = torch.tensor([own._nnz(), own.sparse_dim()], device="cpu")
     group.all_gather_single(everyone, sizes, gathering).wait()
     counts, sparse_dims = everyone.view(-1, 2).t().tolist()
     # A tensor without entries may have any split into sparse and dense dimensions.

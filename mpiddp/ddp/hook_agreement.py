@@ -40,10 +40,10 @@ class HookAgreement:
 
         self._group = group = reducer.process_group
         communicator = reducer.channel.communicator
-        own = torch.zeros(_BYTES, dtype=torch.uint8)
+        own = torch.zeros(_BYTES, dtype=torch.uint8, device="cpu")
         words = travel.encode()[:_BYTES]
         own[: len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
-        self._everyone = torch.empty(group.size(), _BYTES, dtype=torch.uint8)
+        self._everyone = torch.empty(group.size(), _BYTES, dtype=torch.uint8, device="cpu")
         source, target = datatypes.buffer_of(own), datatypes.buffer_of(self._everyone)[0]
         self._pending = group.pending(
             lambda: communicator.Iallgather(source, [target, _BYTES, source[-1]]),

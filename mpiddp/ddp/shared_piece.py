@@ -57,6 +57,6 @@ def on_its_own(view: torch.Tensor) -> torch.Tensor:
         return view.detach()
     start = view.storage_offset() * view.itemsize
     memory = view.untyped_storage()[start : start + view.nbytes]
-    tensor = torch.empty(0, dtype=view.dtype)
+    tensor = torch.empty(0, dtype=view.dtype, device="cpu")
     tensor.set_(memory, 0, view.size(), view.stride())
     return tensor

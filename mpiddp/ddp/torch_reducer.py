@@ -343,7 +343,7 @@ class TorchReducer(Reducer):
 
         Collective, unlike in torch's class: here only the caller needs it.
         """
-        used = torch.ones(len(self.parameters), dtype=torch.int32)
+        used = torch.ones(len(self.parameters), dtype=torch.int32, device="cpu")
         used[list(self.unused)] = 0
         self.process_group.allreduce([used]).wait()
         return used

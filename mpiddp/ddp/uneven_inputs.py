@@ -57,7 +57,9 @@ class UnevenInputs(ParameterSharing):
         """
         self.reducer.joins = True
         shared = self._shared_parameters
-        ranks = torch.tensor([float(not is_joined_rank and self.require_backward_grad_sync)])
+        ranks = torch.tensor(
+            [float(not is_joined_rank and self.require_backward_grad_sync)], device="cpu"
+        )
         dist.all_reduce(ranks, group=self.process_group)
         self._ranks_to_reduce = int(ranks.item())
         if self.reducer.same_bits is not None:

@@ -64,7 +64,7 @@ class GradientUses:
         self._put_back()
         own = norm_of(self._own_gradients(), norm_type)
         # Python's max would overlook some NaNs.
-        numbers = torch.tensor(self._shared.exchange(own), dtype=torch.float64)
+        numbers = torch.tensor(self._shared.exchange(own), dtype=torch.float64, device="cpu")
         total = torch.linalg.vector_norm(numbers, norm_type)
         if self._shared.across_nodes:
             self._shared.broadcast(total)

@@ -78,7 +78,9 @@ class Comparison:
         self._work = None
         if shared.across_nodes:
             # The largest of both is one number only if there is one.
-            self._largest = torch.tensor([self.number, -self.number], dtype=torch.int64)
+            self._largest = torch.tensor(
+                [self.number, -self.number], dtype=torch.int64, device="cpu"
+            )
             options = AllreduceOptions()
             options.reduceOp = ReduceOp(ReduceOp.MAX)
             self._work = self._group.allreduce([self._largest], options)

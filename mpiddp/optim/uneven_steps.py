@@ -130,9 +130,9 @@ class UnevenSteps(Joinable):
         elif what == "noted":
             self._shared.scaling.note_of_others(*arguments)
         elif what == "unscale":
-            found, own = torch.zeros(1, dtype=torch.float32), self._own_gradients()
+            found, own = torch.zeros(1, dtype=torch.float32, device="cpu"), self._own_gradients()
             if own:
-                factor = torch.tensor(arguments[0], dtype=torch.float32)
+                factor = torch.tensor(arguments[0], dtype=torch.float32, device="cpu")
                 torch._amp_foreach_non_finite_check_and_unscale_(own, found, factor)
             self._agree_on_overflow([found])
         if not self._follows:

@@ -110,7 +110,10 @@ def _all_equal(group: RunningGroup, name: str, text: str) -> bool:
     """Return whether all ranks have the same text. Collective."""
     (digest,) = struct.unpack("<q", hashlib.blake2b(text.encode(), digest_size=8).digest())
     # The smallest, and the complement of the largest.
-    own, least = torch.tensor([digest, ~digest]), torch.empty(2, dtype=torch.int64)
+    own, least = (
+        torch.tensor([digest, ~digest], device="cpu"),
+        torch.empty(2, dtype=torch.int64, device="cpu"),
+    )
     request = group.communicator.Iallreduce(_buffer(own), _buffer(least), op=MPI.MIN)
     group.wait_for(request, "MPI_Iallreduce", name, own, least)
     return bool(least[0] == ~least[1])
@@ -119,12 +122,12 @@ def _all_equal(group: RunningGroup, name: str, text: str) -> bool:
 def _all_texts(group: RunningGroup, name: str, text: str) -> list[str]:
     """Return the texts of all ranks, by rank. Collective."""
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    length = torch.tensor([data.numel()])
-    lengths = torch.empty(group.size(), dtype=torch.int64)
+    length = torch.tensor([data.numel()], device="cpu")
+    lengths = torch.empty(group.size(), dtype=torch.int64, device="cpu")
     request = group.communicator.Iallgather(_buffer(length), _buffer(lengths))
     group.wait_for(request, "MPI_Iallgather", name, length, lengths)
     counts = lengths.tolist()
-    every = torch.empty(sum(counts), dtype=torch.uint8)
+    every = torch.empty(sum(counts), dtype=torch.uint8, device="cpu")
     request = group.communicator.Iallgatherv(
         _buffer(data), [_buffer(every)[0], counts, None, MPI.BYTE]
     )
@@ -136,8 +139,8 @@ def _misfits(
     group: RunningGroup, name: str, sent: Sequence[int], expected: Sequence[int]
 ) -> list[str]:
     """Return in words which messages to this rank are not what it expects. Collective."""
-    outgoing = torch.tensor(list(sent), dtype=torch.int64)
-    incoming = torch.empty(group.size(), dtype=torch.int64)
+    outgoing = torch.tensor(list(sent), dtype=torch.int64, device="cpu")
+    incoming = torch.empty(group.size(), dtype=torch.int64, device="cpu")
     request = group.communicator.Ialltoall(_buffer(outgoing), _buffer(incoming))
     group.wait_for(request, "MPI_Ialltoall", name, outgoing, incoming)
     own = ranks_in_words(group.world_ranks, [group.rank()])

@@ -459,11 +459,11 @@ class ProcessGroup(CallHooks):
     def allgather_objects(self, value: Result) -> list[Result]:
         """Return the picklable `value` of every rank, by rank. Collective."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = torch.zeros(self.size(), dtype=torch.int64)
+        sizes = torch.zeros(self.size(), dtype=torch.int64, device="cpu")
         at_once = AllgatherOptions()
         at_once.asyncOp = False
-        self.all_gather_single(sizes, torch.tensor([data.numel()]), at_once)
-        pieces = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+        self.all_gather_single(sizes, torch.tensor([data.numel()], device="cpu"), at_once)
+        pieces = [torch.empty(int(size), dtype=torch.uint8, device="cpu") for size in sizes]
         self.allgather([pieces], [data], at_once)
         # Of ranks of this job.
         return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]  # noqa: S301  # of the job

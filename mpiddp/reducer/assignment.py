@@ -79,6 +79,6 @@ class BucketAssignment:
         return buckets
 
     def _order_of_rank_0(self, arrival_order: Sequence[int]) -> list[int]:
-        order = torch.tensor(arrival_order, dtype=torch.int64)
+        order = torch.tensor(arrival_order, dtype=torch.int64, device="cpu")
         dist.broadcast(order, group=self.process_group, group_src=0)
         return [int(index) for index in order]

@@ -84,14 +84,16 @@ def make_again(
     Raises:
         RuntimeError: some rank has too little memory even for the buckets that there were.
     """
-    _everywhere(reducer, True)
-    try:
-        return make_buckets(reducer, assignment, through_mpi=False), None
-    except OSError as error:
+    # Ranks may wait within MPI for one that runs out of memory here, and is killed for it.
+    with reducer.process_group.recorded("the making of new buckets"):
+        _everywhere(reducer, True)
         try:
-            return make_buckets(reducer, present), error
-        except OSError as again:
-            raise RuntimeError(f"{again}. {NO_BUCKETS}") from again
+            return make_buckets(reducer, assignment, through_mpi=False), None
+        except OSError as error:
+            try:
+                return make_buckets(reducer, present), error
+            except OSError as again:
+                raise RuntimeError(f"{again}. {NO_BUCKETS}") from again
 
 
 def _allocate(
@@ -159,7 +161,7 @@ def _everywhere(reducer: ReducerState, fine: bool) -> bool:
     opts = AllgatherOptions()
     opts.asyncOp = False
     # Not an all-reduce: profilers count those of the buckets.
-    flags = torch.zeros(reducer.process_group.size(), dtype=torch.uint8)
-    flag = torch.tensor([int(fine)], dtype=torch.uint8)
+    flags = torch.zeros(reducer.process_group.size(), dtype=torch.uint8, device="cpu")
+    flag = torch.tensor([int(fine)], dtype=torch.uint8, device="cpu")
     reducer.process_group.all_gather_single(flags, flag, opts)
     return bool(flags.all())

@@ -97,7 +97,7 @@ def differences(process_group: ProcessGroup, description: Mapping[str, str]) -> 
     items = list(description.items())
     digest = hashlib.sha256(pickle.dumps(items)).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    digests = torch.empty(process_group.size() * own.numel(), dtype=torch.uint8)
+    digests = torch.empty(process_group.size() * own.numel(), dtype=torch.uint8, device="cpu")
     at_once = AllgatherOptions()
     at_once.asyncOp = False
     # Not torch.distributed's function: it has another name before torch 2.13.

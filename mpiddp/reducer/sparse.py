@@ -29,10 +29,10 @@ def reduce(reducer: ReducerState, joined: bool = False) -> bool:
     missed = len(buckets)  # the flag after the parameters' own
     # Without a dense bucket these also count forward passes, see Note [Out of step].
     counts = reducer.counting < 0 and reducer.passes is not None
-    flags = torch.zeros(missed + 4, dtype=torch.int64)
+    flags = torch.zeros(missed + 4, dtype=torch.int64, device="cpu")
     if counts and not joined:
         lost = reducer.passes.settle()
-        flags[missed + 1 :] = torch.tensor([1, lost, lost * lost])
+        flags[missed + 1 :] = torch.tensor([1, lost, lost * lost], device="cpu")
     for position, bucket in enumerate(buckets):
         index = bucket.parameter_indices[0]
         flags[position] = reducer.was_used(index) and not joined

@@ -62,7 +62,7 @@ class ChannelPool:
                 the CPU.
         """
         kind = (transport, device)
-        free = torch.ones(len(self._channels), dtype=torch.uint8)
+        free = torch.ones(len(self._channels), dtype=torch.uint8, device="cpu")
         for index, channel in enumerate(self._channels):
             free[index] = index not in self._lent and channel.idle and self._kinds[index] == kind
         if len(self._channels):

@@ -135,7 +135,7 @@ class WorldOfOneMemory:
         return [
             GpuMemory(
                 torch.zeros(size - tail, dtype=torch.uint8, device=self.device),
-                tail=torch.zeros(tail, dtype=torch.uint8),
+                tail=torch.zeros(tail, dtype=torch.uint8, device="cpu"),
             )
             for size, tail in zip(sizes, tails or [0] * len(sizes), strict=True)
         ]

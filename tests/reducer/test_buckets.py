@@ -171,6 +171,18 @@ def test_rebuilt_once_in_the_order_of_rank_0(views):
         wrapped.zero_grad(set_to_none=step % 2 == 0)
 
 
+def test_rebuilt_where_another_device_is_the_default(views):
+    """The ranks agree by tensors in host memory, wherever the user's new ones are."""
+    wrapped = DDP(mlp(4, 3, 2), gradient_as_bucket_view=views)
+    with torch.device("meta"):
+        for _ in range(2):
+            inputs = torch.ones(2, 4, dtype=torch.float64, device="cpu")
+            wrapped(inputs).sum().backward()
+    with together():
+        assert wrapped.reducer.has_rebuilt_buckets
+        assert all(parameter.grad.device.type == "cpu" for parameter in wrapped.parameters())
+
+
 def test_rebuilt_after_the_first_reduction_only(views):
     """Accumulation under no_sync comes before the first iteration."""
     model, wrapped = make(views)

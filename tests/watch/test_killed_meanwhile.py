@@ -1,4 +1,4 @@
-"""A rank dies in the middle of what measures bucket sizes, compares steps or shows a save.
+"""A rank dies in the middle of what makes or measures buckets, compares steps or shows a save.
 
 The others of its node end the job at once and name it, as where it dies in a collective of the
 user's: no launcher does it for them here.
@@ -19,6 +19,7 @@ from pathlib import Path
 from mpiddp import checkpoint, shown_progress
 from mpiddp.ddp.bucket_tuning import BucketTuning
 from mpiddp.ddp.slow_ranks import StepComparison
+from mpiddp.reducer import building
 
 where, who, folder = {where!r}, {who}, Path(__file__).parent / "checkpoints"
 torch.set_num_threads(1)
@@ -46,6 +47,8 @@ def arrange():
         BucketTuning._slowest = dying(BucketTuning._slowest, 2)
     elif where == "layout":
         BucketTuning._lay_out = dying(BucketTuning._lay_out, 2)
+    elif where == "allocate":
+        building._allocate = dying(building._allocate)
     elif where == "compare":
         StepComparison.begin = dying(StepComparison.begin)
     elif where == "compared":
@@ -79,7 +82,7 @@ print("still here", flush=True)
 """
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize(
     ("where", "who"),
     [
@@ -87,6 +90,8 @@ print("still here", flush=True)
         ("layout", 1),
         ("compare", 1),
         ("write", 0),
+        ("allocate", 1),
+        ("allocate", 0),
         ("times", 0),
         ("layout", 0),
         ("compared", 1),
