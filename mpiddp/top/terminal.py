@@ -52,10 +52,10 @@ def watch(host: str, look: Callable[[], Sequence[Job]], interval: float) -> int:
     view = _View(host, look, interval)
     with (
         contextlib.suppress(KeyboardInterrupt),
-        # A shell lets what it starts in the background, and so all that this starts, ignore it.
+        # A shell lets what it starts in the background, and so all that this starts, ignore both.
         _handled(signal.SIGINT, signal.default_int_handler),
+        _handled(signal.SIGQUIT, _end),
         _handled(signal.SIGTERM, _end),
-        _handled(signal.SIGQUIT, _end, ignored=False),
         _handled(signal.SIGHUP, _end, ignored=False),
         _handled(signal.SIGTSTP, view.ask_to_stop, ignored=False),
     ):

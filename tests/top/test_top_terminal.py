@@ -103,10 +103,11 @@ class Terminal:
             os.close(self.theirs)
 
 
-# As below a shell that has started a program in the background, it ignores Ctrl-C at first.
+# As below a shell that has started a program in the background, it ignores Ctrl-C and Ctrl-\ at first.
 CONTROLLED = """\
 import fcntl, os, signal, sys, termios
-signal.signal(signal.SIGINT, signal.SIG_IGN)
+for each in (signal.SIGINT, signal.SIGQUIT):
+    signal.signal(each, signal.SIG_IGN)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execv(sys.argv[1], sys.argv[1:])
 """
@@ -133,7 +134,7 @@ def top(
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    pytest.importorskip("rich")
+    pytest.importorskip("rich", reason="rich is not installed: pip install mpiddp[top]")
     with watched(tmp_path_factory.mktemp("watched"), 2, "train") as started:
         started.until(lambda seen: rows_with_steps(seen, 2, 30))
         yield started
