@@ -103,7 +103,7 @@ class Terminal:
             os.close(self.theirs)
 
 
-# As below a shell that has started a program in the background, it ignores Ctrl-C and Ctrl-\ at first.
+# As below a shell that has started a program in the background, it ignores both keys at first.
 CONTROLLED = """\
 import fcntl, os, signal, sys, termios
 for each in (signal.SIGINT, signal.SIGQUIT):
