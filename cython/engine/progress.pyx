@@ -297,10 +297,10 @@ cdef int relax(
             transport.sleep(transport, ticket, SIGNAL_CHECK)
     elif transport.sleep != NULL and idle > YIELD:
         transport.sleep(transport, ticket, sleep_after(idle))
-    elif transport.sleep == NULL and SPIN < idle < transport.yields:
-        sched_yield()
     elif transport.sleep == NULL and idle > (SPIN if hears(state) else YIELD) and has_sockets():
         return HAS_LISTENED | (HAS_NEWS if listen(sleep_after(idle)) else 0)
+    elif transport.sleep == NULL and SPIN < idle < transport.yields:
+        sched_yield()
     else:
         give_way(idle)
     return 0
