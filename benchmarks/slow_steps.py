@@ -47,6 +47,7 @@ class Case:
         slow_host: on it backward takes longer.
         slow_rank: it does something between forward and backward.
         slow_link: the host whose link is slower, and its rate.
+        sends_16_bits: whether gradients travel in bfloat16.
     """
 
     charts: tuple[str, ...]
@@ -54,6 +55,7 @@ class Case:
     slow_host: str = ""
     slow_rank: int = -1
     slow_link: tuple[str, str] = ("", "")
+    sends_16_bits: bool = False
 
 
 CASES = {
@@ -62,6 +64,7 @@ CASES = {
     "slow-host": Case(("late",), slow_host="node3"),
     "slow-rank": Case(("typical",), slow_rank=0),
     "slow-link": Case(("typical",), slow_link=("node2", "400mbit")),
+    "slow-link-16-bits": Case(("typical",), slow_link=("node2", "400mbit"), sends_16_bits=True),
 }
 
 
@@ -71,6 +74,8 @@ def train(case: Case, trace: str) -> None:
     mpiddp.init_process_group()
     module = nn.Sequential(*(SleepingLinear(WIDTH, WIDTH) for _ in range(LAYERS)))
     model = mpiddp.DistributedDataParallel(module, bucket_cap_mb=case.bucket_cap_mb)
+    if case.sends_16_bits:
+        model.register_comm_hook(None, mpiddp.compression.bf16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     batches = DataLoader(TensorDataset(torch.randn(STEPS * 8, WIDTH)), batch_size=8)
     is_slow = case.slow_host == socket.gethostname()

@@ -135,6 +135,7 @@ REPORTS: list[Callable[[MPI.Comm], list[Finding]]] = [
 
 # What takes some seconds, in order: as REPORTS, and left out by --quick.
 MEASUREMENTS: list[Callable[[MPI.Comm], list[Finding]]] = [
+    starting.measure,
     host_speed.report,
     messages.report,
     progress.report,

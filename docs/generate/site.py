@@ -67,6 +67,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "slow-host": partial(slow_step_reports.whole, "slow-host"),
     "slow-rank": partial(slow_step_reports.first_finding, "slow-rank"),
     "slow-link": partial(slow_step_reports.first_finding, "slow-link"),
+    "slow-link-16-bits": partial(slow_step_reports.first_finding, "slow-link-16-bits"),
     "one-large-bucket": partial(slow_step_reports.first_finding, "one-bucket"),
     "healthy-steps": partial(slow_step_reports.first_finding, "healthy"),
     "cost-model": (ROOT / "benchmarks" / "scaling.md").read_text,

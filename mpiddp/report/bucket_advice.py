@@ -21,6 +21,7 @@ _CAUSE = 0.25
 _LARGE = 1 << 20
 _SMALL = 256 << 10
 _MANY = 8
+_NARROW = {"float16", "bfloat16"}
 
 
 def megabytes(size: float) -> str:
@@ -110,8 +111,7 @@ def _filled_late(summary: Summary, text: str, share: float) -> Finding:
         return Finding(
             "warning",
             f"{said}, which is one parameter, {bucket.parameters[0]}",
-            "no bucket size helps, since its gradient comes last: send 16 bits, "
-            "model.register_comm_hook(None, mpiddp.compression.bf16)",
+            f"no bucket size helps, since its gradient comes last: {_fewer_bytes(summary)}",
         )
     if size < _LARGE:
         return Finding(
@@ -124,8 +124,7 @@ def _filled_late(summary: Summary, text: str, share: float) -> Finding:
         "warning",
         said,
         f"make the last bucket smaller: bucket_cap_mb={max(size / (1 << 21), 0.25):.2g}, or "
-        "bucket_cap_mb_list with a small last one; else send 16 bits, "
-        "model.register_comm_hook(None, mpiddp.compression.bf16)",
+        f"bucket_cap_mb_list with a small last one; else {_fewer_bytes(summary)}",
     )
 
 
@@ -139,10 +138,20 @@ def _wire_full(summary: Summary, text: str, share: float) -> Finding:
         "warning",
         f"{text}, {100 * share:.0f} % of it since buckets queue: {megabytes(size)} take "
         f"{travelled:.1f} ms ({rate:.0f} MB/s), and backward {backward:.1f} ms",
-        "send half of the bytes, model.register_comm_hook(None, mpiddp.compression.bf16); larger "
-        "batches or no_sync() reduce less often; `mpiddp doctor` says what the network can do, and "
-        "which transport and interface is used",
+        f"{_fewer_bytes(summary)}; larger batches or no_sync() reduce less often; `mpiddp doctor` "
+        "says what the network can do, and which transport and interface is used",
     )
+
+
+def _fewer_bytes(summary: Summary) -> str:
+    """Return how to send fewer bytes than the program does."""
+    sent_as = {bucket.dtype for bucket in summary.trace.contents.values()}
+    if sent_as <= _NARROW:
+        return (
+            f"gradients are sent as {' and '.join(sorted(sent_as))} already; the PowerSGD hook of "
+            "torch sends still less, and changes what is learned"
+        )
+    return "send half of the bytes, model.register_comm_hook(None, mpiddp.compression.bf16)"
 
 
 def _engine_late(summary: Summary, text: str, share: float) -> Finding:

@@ -48,12 +48,14 @@ class Bucket:
 
     Attributes:
         number: which backward pass that was.
-        bytes: of its gradients.
+        bytes: of what is sent of its gradients.
+        dtype: in which they are sent, such as float32.
         parameters: their names.
     """
 
     number: int
     bytes: int
+    dtype: str
     parameters: tuple[str, ...]
 
 
@@ -212,7 +214,8 @@ class _Reader:
         row[0], row[2], row[4] = size, began, ended
         known = self._trace.contents.get((module, bucket))
         if self._is_first and (known is None or number >= known.number):
-            content = Bucket(number, int(size), tuple(facts["parameters"]))
+            names = tuple(facts["parameters"])
+            content = Bucket(number, int(size), facts.get("dtype", ""), names)
             self._trace.contents[module, bucket] = content
 
     def _module(self, facts: dict[str, Any]) -> int:

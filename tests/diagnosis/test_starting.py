@@ -1,10 +1,13 @@
 """Where the environment lies: which filesystem a path is on, and from when that is a warning."""
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from mpiddp.diagnosis.starting import FROM_RANKS, Mount, describe, mount_of
+from mpiddp.diagnosis.starting import FROM_RANKS, Mount, calls_of_a_start, describe, mount_of
 
 pytestmark = pytest.mark.once
 
@@ -54,3 +57,15 @@ def test_from_when_it_is_a_warning() -> None:
         "ranks ask nfs4 for them at once, and wait"
     )
     assert "slurm/train_packed.sbatch" in many.remedy
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace counts what is compared")
+def test_calls_of_a_start(tmp_path: Path) -> None:
+    counts = tmp_path / "counts"
+    command = ["strace", "-f", "-e", "trace=%file", "-o", str(counts)]
+    command += [sys.executable, "-c", "import torch, mpiddp"]
+    if subprocess.run(command, capture_output=True, timeout=100, check=False).returncode:
+        pytest.skip("strace may not look into processes here")
+    # Not those of a file that is open already, which name none.
+    lines = [line for line in counts.read_text().splitlines() if ', "", ' not in line]
+    assert calls_of_a_start() == pytest.approx(len(lines), rel=0.05)

@@ -96,6 +96,7 @@ PLACES = {
     },
     "programs": {
         "mpiddp/diagnosis/launching.py": "| the doctor |",
+        "mpiddp/diagnosis/starting.py": "| the doctor |",
         "mpiddp/preemption/slurm.py": "`scontrol`",
         "mpiddp/rendezvous/joining.py": "ranks that come by `elastic.grow`",
         "mpiddp/runner/output.py": "the relay of `--tag-output`",

@@ -109,7 +109,13 @@ class TestBuckets:
         )
         text = said(made)
         assert "53 % of it since buckets queue: 16.0 MiB take 32.0 ms" in text
-        assert "bf16" in text
+        assert "mpiddp.compression.bf16" in text
+
+    @pytest.mark.parametrize("travel", [4, 8], ids=["filled late", "wire full"])
+    def test_no_16_bits_for_who_sends_them(self, tmp_path, travel):
+        text = said(summarize(tmp_path, travel=travel, dtype="bfloat16"))
+        assert "sent as bfloat16 already" in text
+        assert "compression" not in text
 
     @pytest.mark.parametrize("chunks", [True, False])
     def test_engine_late(self, tmp_path, chunks):

@@ -35,6 +35,7 @@ class MadeJob:
     optimizer: Times = field(default=always(2))
     buckets: int = 4
     bucket_bytes: int = 4 << 20
+    dtype: str = "float32"
     travel: float = 1
     # Before a bucket is sent, while backward runs; and whether the transport sends chunks.
     idle: float = 0
@@ -97,6 +98,7 @@ class MadeJob:
             "module": "Net",
             "group": "0, module 1",
             "bytes": self.bucket_bytes,
+            "dtype": self.dtype,
             "parameters": [f"layer{number}.weight", f"layer{number}.bias"],
         }
         add(f"bucket {number}", "bucket", launched, reduced, facts)
