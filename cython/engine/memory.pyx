@@ -64,7 +64,7 @@ cdef class GpuMemory(BucketMemory):
 
     def __init__(self, buffer, owner=None, size_t context=0, tail=None, bint divides_before=False):
         BucketMemory.__init__(self, buffer, owner, context)
-        self.tail = torch.zeros(0, dtype=torch.uint8) if tail is None else tail
+        self.tail = torch.zeros(0, dtype=torch.uint8, device="cpu") if tail is None else tail
         self.host_tail = <char *><size_t>self.tail.data_ptr()
         self.divides_before = divides_before
 
@@ -78,7 +78,7 @@ def allocate_private(sizes):
 
     Not collective.
     """
-    return [BucketMemory(torch.zeros(size, dtype=torch.uint8)) for size in sizes]
+    return [BucketMemory(torch.zeros(size, dtype=torch.uint8, device="cpu")) for size in sizes]
 
 
 def allocate_pages(sizes):

@@ -257,7 +257,7 @@ cdef class Bucket:
             self.flags += total * self.bytes_per_element
             self.job.count += total * multiple
         if self.common is not None:
-            self.own_flags = torch.zeros(self.flag_count, dtype=travels_as)
+            self.own_flags = torch.zeros(self.flag_count, dtype=travels_as, device="cpu")
             self.flags = <char *><size_t>self.own_flags.data_ptr()
 
     @property

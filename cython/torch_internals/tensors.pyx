@@ -280,7 +280,7 @@ cdef _find_functions_of_memory():
 
 def code_of(dtype):
     """Return torch's number for a dtype, -1 if it is out of reach. Not collective."""
-    return dtype_code(torch.zeros(1, dtype=dtype))
+    return dtype_code(torch.zeros(1, dtype=dtype, device="cpu"))
 
 
 cdef bint _find_offset(tensor) except -1:
@@ -358,4 +358,5 @@ def _load():
         memory_known = False
 
 
-_load()
+with torch.device("cpu"):   # whatever device the user's new tensors are on
+    _load()

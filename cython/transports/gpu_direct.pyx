@@ -167,7 +167,7 @@ cdef class PointerMemory(GpuMemory):
         filled = Event(runtime, runtime.index_of(device))
         memset(&self.bucket, 0, sizeof(self.bucket))
         # 16-bit flags travel as float32.
-        self.travelling = [torch.zeros(2 * tail, dtype=torch.uint8) for _ in range(2)]
+        self.travelling = [torch.zeros(2 * tail, dtype=torch.uint8, device="cpu") for _ in range(2)]
         sent, received = self.travelling
         self.bucket.filled = filled.handle
         self.bucket.tail_bytes = tail
@@ -176,7 +176,7 @@ cdef class PointerMemory(GpuMemory):
         self.bucket.tail_request = mpi.request_null
         GpuMemory.__init__(
             self, zeros(runtime, device, size - tail), filled, <size_t>&self.bucket,
-            torch.zeros(tail, dtype=torch.uint8), True,
+            torch.zeros(tail, dtype=torch.uint8, device="cpu"), True,
         )
         self.bucket.tail = self.host_tail
 

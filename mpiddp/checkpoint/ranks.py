@@ -130,7 +130,7 @@ class _Absent:
         return self.shape.numel() * self.dtype.itemsize
 
     def empty(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype)
+        return torch.empty(self.shape, dtype=self.dtype, device="cpu")
 
 
 def _travels_alone(value: object) -> bool:

@@ -70,7 +70,7 @@ class Known:
     def __init__(self) -> None:
         # Whether the whole module must be sent, for those that have not made it themselves.
         self.structure: list[Any] | None = None
-        self.flat = torch.empty(0, dtype=torch.uint8)
+        self.flat = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._slots: list[Slot] = []
         self._flags: list[bool] = []
         self._attributes: list[dict[str, Any]] = []
@@ -88,7 +88,7 @@ class Known:
             self.structure = structure
             self._slots = _layout(tensors)
             end = self._slots[-1].begin + self._slots[-1].nbytes if self._slots else 0
-            self.flat = torch.zeros(end, dtype=torch.uint8)
+            self.flat = torch.zeros(end, dtype=torch.uint8, device="cpu")
             self._attributes = []
         change = Change(
             self._slots if new else None, [tensor.requires_grad for _, tensor in tensors]
@@ -134,7 +134,7 @@ class Replica:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        self.flat = torch.empty(0, dtype=torch.uint8)
+        self.flat = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._slots: list[Slot] = []
         self._owners: list[tuple[torch.nn.Module, str]] = []
         self._placed: list[torch.Tensor] = []
@@ -151,7 +151,7 @@ class Replica:
         """Make room for what the runs bring."""
         self._slots = slots
         end = slots[-1].begin + slots[-1].nbytes if slots else 0
-        self.flat = torch.zeros(end, dtype=torch.uint8)
+        self.flat = torch.zeros(end, dtype=torch.uint8, device="cpu")
 
     def check(self) -> None:
         """Raise RuntimeError if this rank's module has other parameters or buffers than rank 0's.

@@ -136,7 +136,7 @@ def dense(tensor: torch.Tensor) -> tuple[Meta, torch.Tensor | None]:
 
 def restore(meta: Meta) -> tuple[torch.Tensor, torch.Tensor]:
     """Return an empty tensor for what `dense` has described, and its memory as it is sent."""
-    memory = torch.empty(meta.shape, dtype=meta.dtype)
+    memory = torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
     if meta.content:
         flat = memory.view(-1).view(torch.uint8)
         flat.copy_(torch.frombuffer(bytearray(meta.content), dtype=torch.uint8))

@@ -168,7 +168,7 @@ class _Entry(torch.autograd.Function):
     def forward(ctx: Any, call: RemoteCall, *leaves: torch.Tensor) -> torch.Tensor:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
 
     @staticmethod
     @once_differentiable
@@ -189,7 +189,7 @@ class _Exit(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         ctx.call.send_gradients(gradients)
-        return None, torch.zeros(())
+        return None, torch.zeros((), device="cpu")
 
 
 def _keeps_graph() -> bool:

@@ -112,7 +112,7 @@ class _Server:
             replica.resize(change.slots)
         for begin, end in change.runs:
             if end > replica.flat.numel():  # this rank's replica was lost
-                replica.flat = torch.empty(end, dtype=torch.uint8)
+                replica.flat = torch.empty(end, dtype=torch.uint8, device="cpu")
             self._hub.channel.broadcast(replica.flat[begin:end])
         if number in self._broken:
             return

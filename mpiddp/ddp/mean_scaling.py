@@ -285,8 +285,8 @@ def _count_users(parameter: Any) -> tuple[int, int]:
 @functools.cache
 def _users_of_nobody() -> tuple[int, int]:
     """Return what is counted where only a bucket and the parameter have a gradient."""
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    bucket = [torch.zeros(1)]
+    parameter = torch.nn.Parameter(torch.zeros(1, device="cpu"))
+    bucket = [torch.zeros(1, device="cpu")]
     set_gradient(parameter, bucket[0])
     return _count_users(parameter)
 

@@ -72,7 +72,7 @@ def measure(world: MPI.Comm) -> Speed:
         source, target = np.zeros(0, np.uint8), np.zeros(0, np.uint8)
     meet(world)
     memory = _rate(lambda: np.copyto(target, source), COPY_SECONDS) * 2 * len(source)
-    left, right = torch.ones(_ROWS, _ROWS), torch.ones(_ROWS, _ROWS)
+    left, right = torch.ones(_ROWS, _ROWS, device="cpu"), torch.ones(_ROWS, _ROWS, device="cpu")
     out = torch.mm(left, right)
     meet(world)
     arithmetic = _rate(lambda: torch.mm(left, right, out=out), MULTIPLY_SECONDS) * 2 * _ROWS**3

@@ -37,11 +37,11 @@ def counted(function):
         calls += 1
         return function(*arguments, **named)
     return call
-for name in ("stat", "lstat", "open", "listdir", "scandir", "readlink", "access"):
+for name in ("stat", "lstat", "listdir", "scandir", "readlink", "access"):
     for module in (posix, os):  # the import system keeps to the first one
         setattr(module, name, counted(getattr(module, name)))
 import sys
-def hear(event, arguments):
+def hear(event, arguments):  # of open, in any form
     global calls
     calls += event == "open"
 sys.addaudithook(hear)

@@ -146,7 +146,7 @@ def _on_stream(submissions: Sequence[Submission]) -> Any:
 def place_of_zeros(requests: Sequence[Request]) -> list[torch.Tensor]:
     """Return what a rank that has joined contributes. Not collective."""
     return [
-        torch.zeros(shape, dtype=dtype_of(dtype))
+        torch.zeros(shape, dtype=dtype_of(dtype), device="cpu")
         for request in requests
         for dtype, shape in request.tensors
     ]

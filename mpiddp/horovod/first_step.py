@@ -36,7 +36,7 @@ class FirstStep:
         self._counts = [0] * len(parameters)
         self._arrived: dict[int, None] = {}
         self._works: list[dist.Work | None] = []
-        self._agreed = self._kinds = torch.empty(0, dtype=torch.int64)
+        self._agreed = self._kinds = torch.empty(0, dtype=torch.int64, device="cpu")
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(parameters)
@@ -60,8 +60,8 @@ class FirstStep:
         count = len(self.parameters)
         order = list(self._arrived)
         order += [index for index in reversed(range(count)) if index not in self._arrived]
-        self._agreed = torch.tensor(order, dtype=torch.int64)
-        self._kinds = torch.zeros(2, count, dtype=torch.int64)
+        self._agreed = torch.tensor(order, dtype=torch.int64, device="cpu")
+        self._kinds = torch.zeros(2, count, dtype=torch.int64, device="cpu")
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 self._kinds[int(parameter.grad.layout is torch.strided), index] = 1

@@ -35,10 +35,10 @@ def broadcast_object(
     """
     names = [None, None] if name is None else [f"{name}.sz", f"{name}.t"]
     root = table().rank == root_rank
-    data = _packed(obj) if root else torch.empty(0, dtype=torch.uint8)
-    count = broadcast_(torch.tensor([data.numel()]), root_rank, names[0], process_set)
+    data = _packed(obj) if root else torch.empty(0, dtype=torch.uint8, device="cpu")
+    count = broadcast_(torch.tensor([data.numel()], device="cpu"), root_rank, names[0], process_set)
     if not root:
-        data = torch.empty(int(count), dtype=torch.uint8)
+        data = torch.empty(int(count), dtype=torch.uint8, device="cpu")
     broadcast_(data, root_rank, names[1], process_set)
     return obj if root else _unpacked(data)
 
@@ -52,7 +52,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """
     data = _packed(obj)
     names = [None, None] if name is None else [f"{name}.sz", f"{name}.t"]
-    counts = allgather(torch.tensor([data.numel()]), names[0]).tolist()
+    counts = allgather(torch.tensor([data.numel()], device="cpu"), names[0]).tolist()
     return [_unpacked(part) for part in torch.split(allgather(data, names[1]), counts)]
 
 

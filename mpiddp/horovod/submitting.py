@@ -173,7 +173,7 @@ def all_to_all(
         if isinstance(splits, torch.Tensor):
             received = splits.new_tensor(submission.received_splits)
         else:
-            received = torch.tensor(submission.received_splits, dtype=torch.int32)
+            received = torch.tensor(submission.received_splits, dtype=torch.int32, device="cpu")
         return submission.outputs[0], received
 
     return handles.submit(agreement, Submission(request, [tensor], result=result))

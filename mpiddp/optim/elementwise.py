@@ -191,7 +191,7 @@ def _try(
     ends: list[tuple[torch.Tensor, torch.Tensor]] = []
     parts = []
     for shape in shapes:
-        numbers = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64)
+        numbers = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64, device="cpu")
         start, gradients = numbers.to(dtype), gradients_of(numbers).to(dtype)
         starts.append(start)
         wholes.append(start.clone().view(shape))

@@ -239,7 +239,9 @@ class NodeOptimizer(WholeState, GradientUses, UnevenSteps):
         if any(self._inner.state[block.tensor] for block in self._all_blocks()):
             self._keep_state()
         if members:
-            like = torch.zeros([2] * members[0].tensor.dim(), dtype=members[0].tensor.dtype)
+            like = torch.zeros(
+                [2] * members[0].tensor.dim(), dtype=members[0].tensor.dtype, device="cpu"
+            )
             trial = self._make([{**settings_of(self.param_groups[-1]), "params": [like]}])
             if any(trial.state.values()):
                 self._show_state(members)

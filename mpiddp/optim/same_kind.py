@@ -31,7 +31,7 @@ def problem_of(optimizer: Any) -> str:
             return f"it has optimizers or tensors of its own in .{name}"
     settings = settings_of(optimizer.param_groups[0])
     try:
-        made_like(optimizer, [{**settings, "params": [torch.zeros(2)]}])
+        made_like(optimizer, [{**settings, "params": [torch.zeros(2, device="cpu")]}])
     except Exception as error:
         return f"another one like it cannot be made: {error}"
     return ""

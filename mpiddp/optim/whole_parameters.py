@@ -151,7 +151,7 @@ def _is_stepped_alike_after(
     """Return whether a parameter becomes after another one what it becomes alone."""
     starts, gradients = [], []
     for dtype, shape in (other, own):
-        numbers = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64)
+        numbers = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64, device="cpu")
         starts.append(numbers.to(dtype).view(shape))
         gradients.append(elementwise.rising(largest)(numbers).to(dtype))
     together, alone = [start.clone() for start in starts], starts[1].clone()
@@ -175,7 +175,7 @@ def _have_moved_alike(
     starts: list[torch.Tensor] = []
     gradients: list[torch.Tensor] = []
     for shape in chain(shapes, shapes):
-        numbers = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64)
+        numbers = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64, device="cpu")
         how = elementwise.rising(largest) if starts else first
         starts.append(numbers.to(dtype).view(shape))
         gradients.append(how(numbers).to(dtype) * (1 + len(gradients)))

@@ -174,7 +174,7 @@ def _argument(place: object, group: Any, arguments: tuple[Any, ...], opts: Any) 
     if place in _FIRST.values():
         return arguments[int(str(place)[-1])][0]
     if place == _TENSOR:
-        return torch.empty(1)  # torch finds the device by it
+        return torch.empty(1, device="cpu")  # torch finds the device by it
     timeout = getattr(opts, "timeout", None) or timedelta(0)
     return {
         _GROUP: group,

@@ -75,7 +75,7 @@ class Copier:
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         rooms = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
         pinned = self.device.type == "cuda"
-        memory = torch.empty(sum(rooms), dtype=torch.uint8, pin_memory=pinned)
+        memory = torch.empty(sum(rooms), dtype=torch.uint8, pin_memory=pinned, device="cpu")
         return [
             part[:size].view(tensor.dtype).view(tensor.shape).data
             for part, size, tensor in zip(torch.split(memory, rooms), sizes, tensors, strict=True)
