@@ -146,7 +146,7 @@ def _wire_full(summary: Summary, text: str, share: float) -> Finding:
 def _fewer_bytes(summary: Summary) -> str:
     """Return how to send fewer bytes than the program does."""
     sent_as = {bucket.dtype for bucket in summary.trace.contents.values()}
-    if sent_as <= _NARROW:
+    if sent_as and sent_as <= _NARROW:
         return (
             f"gradients are sent as {' and '.join(sorted(sent_as))} already; the PowerSGD hook of "
             "torch sends still less, and changes what is learned"
