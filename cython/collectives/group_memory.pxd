@@ -18,10 +18,12 @@ cdef class GroupMemory:
     cdef Channel channel        # None until something is submitted
     cdef list under_way         # what the engine moves along
     cdef MemoryPending awaited  # its caller moves it along, None if nothing is left so
+    cdef bint thread_has_core   # the engine's, see Note [Who carries a collective out]
     cdef public bint at_once    # whether the caller waits for what is begun next
 
     cdef bint is_free(self)
     cdef void give_up(self)
+    cdef bint may_leave(self, MemoryJob *job) noexcept nogil
     cdef int submit(self, MemoryPending pending) except -1
     cdef int settle(self) except -1
     cdef void let_drive(self)
@@ -36,7 +38,6 @@ cdef class MemoryPending:
     cdef bint submitted
     cdef bint driven            # by its caller, just now
 
-    cdef int drive(self, bint patiently) noexcept nogil
     cdef bint drives(self, bint patiently)
     cdef bint step(self)
     cdef int check(self) except -1

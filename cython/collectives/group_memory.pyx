@@ -24,14 +24,14 @@ from libc.string cimport memset
 from mpiddp.collectives.direct_jobs cimport advance, goes_directly, leave
 from mpiddp.collectives.memory_jobs cimport (
     EXCHANGE, FILL, GATHER_ALL, HEAD_BYTES, MEET, REDUCE_ALL, REDUCE_PARTS,
-    REDUCE_TO_ROOT, REGION_BYTES, SPREAD, TRADE, MemoryState, has_shown_all,
+    REDUCE_TO_ROOT, REGION_BYTES, SPREAD, TRADE, MemoryJob, MemoryState, has_shown_all,
 )
+from mpiddp.collectives.patience cimport drive, patience
 from mpiddp.engine.engine cimport WAIT_DONE, look_if_due
 from mpiddp.engine.forks cimport is_child
-from mpiddp.engine.interface cimport ADVANCE_DONE, Transport
+from mpiddp.engine.interface cimport Transport
 from mpiddp.system.posix cimport load, now, peek, sleep_for
 from mpiddp.system.running_time cimport look
-from mpiddp.system.waiting cimport SPIN, give_way
 from mpiddp.transports.shared cimport Bell, load32, sleep_on
 from mpiddp.transports.shared_memory cimport Mapping
 from mpiddp.engine.forks import check as check_process
@@ -45,8 +45,6 @@ cdef extern from "<sys/mman.h>" nogil:
 NO_ELEMENT = -1
 
 cdef double SIGNAL_CHECK = 0.1
-# Seconds in which a caller waits for other ranks before it lets the engine do so.
-cdef double PATIENCE = 200e-6
 # Seconds between two looks whether another thread has done.
 cdef double SHORT = 5e-6
 
@@ -92,6 +90,7 @@ cdef GroupMemory make_group(
     group.mapping = mapping
     group.engine = requests.engine
     group.requests = requests
+    group.thread_has_core = requests.thread_has_core
     group.under_way = []
     group.state.regions = regions
     group.state.bell = <Bell *>(regions + HEAD_BYTES - sizeof(Bell))
@@ -256,6 +255,7 @@ cdef class GroupMemory:
 
     cdef MemoryPending start(self, MemoryPending pending, object memory):
         cdef bint first
+        cdef MemoryJob *job = &pending.job_state
         if self.awaited is not None:
             self.settle()
         first = self.is_free()
@@ -266,7 +266,14 @@ cdef class GroupMemory:
         pending.job_state.job.context = &pending.job_state
         if first:
             with nogil:
-                pending.ended = pending.drive(self.at_once)
+                pending.ended = drive(&self.state.transport, &job.job, 0.0)
+                if not pending.ended and (
+                    self.at_once or not (self.thread_has_core or self.may_leave(job))
+                ):
+                    pending.ended = drive(
+                        &self.state.transport, &job.job,
+                        patience(self.at_once, self.state.transport.crowded, job.size),
+                    )
         if pending.ended:
             pending.memory = None
             pending.check()
@@ -274,14 +281,15 @@ cdef class GroupMemory:
         while self.under_way and self.under_way[0].left:    # they end in their order
             del self.under_way[0]
         self.under_way.append(pending)
-        if (
-            first and not self.at_once and not goes_directly(&self.state, &pending.job_state)
-            and has_shown_all(&self.state, &pending.job_state)
-        ):
+        if first and not self.at_once and self.may_leave(job):
             self.awaited = pending
         else:
             self.submit(pending)
         return pending
+
+    cdef bint may_leave(self, MemoryJob *job) noexcept nogil:
+        """Whether the others need no more of this rank."""
+        return not goes_directly(&self.state, job) and has_shown_all(&self.state, job)
 
     cdef int submit(self, MemoryPending pending) except -1:
         """Let the engine move something along."""
@@ -377,30 +385,16 @@ cdef class MemoryPending:
         """Where the engine's job is, for its record; 0: it is not the engine's any more."""
         return <size_t>&self.job_state.job
 
-    cdef int drive(self, bint patiently) noexcept nogil:
-        """Move it along on this thread; return whether it has ended."""
-        cdef Transport *transport = &self.group.state.transport
-        cdef double began, idle, idle_since
-        if advance(transport, &self.job_state.job, True) == ADVANCE_DONE:
-            return 1
-        if not patiently:
-            return 0
-        began = now()
-        idle_since = began - SPIN if transport.crowded else began
-        idle = 0
-        while idle < PATIENCE:
-            give_way(now() - idle_since)
-            if advance(transport, &self.job_state.job, True) == ADVANCE_DONE:
-                return 1
-            idle = now() - began
-        return 0
-
     cdef bint drives(self, bint patiently):
         """Move along what its caller is awaited for; return whether it has ended."""
         cdef bint ended
+        cdef Transport *transport = &self.group.state.transport
+        cdef double seconds = 0.0
+        if patiently:
+            seconds = patience(True, transport.crowded, self.job_state.size)
         self.driven = True
         with nogil:
-            ended = self.drive(patiently)
+            ended = drive(transport, &self.job_state.job, seconds)
         if ended and not self.group.state.given_up:
             self.ended = True
             self.memory = None

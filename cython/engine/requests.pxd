@@ -38,6 +38,7 @@ cdef class Requests:
     cdef RequestsState state
     cdef readonly Engine engine
     cdef readonly bint crowded
+    cdef readonly bint thread_has_core
     cdef Channel channel
     cdef int process_id
 

@@ -161,12 +161,14 @@ cdef class Requests:
     Args:
         engine: makes progress with what is submitted.
         crowded: whether there are fewer cores than waiting ranks; then nobody spins.
+        thread_has_core: whether the engine's thread takes no core from those that compute.
     """
 
-    def __cinit__(self, Engine engine not None, *, bint crowded):
+    def __cinit__(self, Engine engine not None, *, bint crowded, bint thread_has_core=False):
         cdef pthread_condattr_t attributes
         self.engine = engine
         self.crowded = crowded
+        self.thread_has_core = engine.threaded and thread_has_core
         self.process_id = getpid()
         self.state.transport.wants_thread = True
         self.state.transport.quiet = True

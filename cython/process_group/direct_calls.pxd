@@ -1,4 +1,5 @@
 from mpiddp.collectives.group_memory cimport GroupMemory, MemoryPending
+from mpiddp.collectives.patience cimport WaitHabit
 from mpiddp.process_group.call_table cimport CallPage
 
 
@@ -23,6 +24,7 @@ cdef class DirectCalls:
     cdef dict elements          # by torch's number for a dtype: what the kernels call it, ...
     cdef dict codes             # ... and its part of a digest
     cdef bint asks_device       # a barrier may be one of a GPU
+    cdef WaitHabit habit
 
     cdef bint has_room(self) except -1
     cdef bint may_go(self, object opts, object kind) except -1

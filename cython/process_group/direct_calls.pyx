@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import (
 
 from mpiddp.collectives.group_memory cimport MemoryPending
 from mpiddp.collectives.memory_jobs cimport GATHER_ALL, MEET, REDUCE_ALL, REDUCE_PARTS, SPREAD
+from mpiddp.collectives.patience cimport WaitHabit
 from mpiddp.engine.forks cimport is_child
 from mpiddp.process_group.call_table cimport digest_of
 from mpiddp.torch_internals.tensors cimport dense_memory
@@ -25,7 +26,7 @@ from mpiddp.collectives import movement
 from mpiddp.mpi import uncaught
 from mpiddp.process_group import gpu_tensors
 from mpiddp.process_group.call_table import FITS, code_of_dtype, code_of_name
-from mpiddp.process_group.work import COMPLETED, EndedWork, Work
+from mpiddp.process_group.work import COMPLETED, DirectWork, EndedWork
 from mpiddp.system.kernels import ELEMENTS
 from mpiddp.torch_internals.tensors import code_of
 
@@ -75,6 +76,7 @@ cdef class DirectCalls:
         self.members = vars(type(group))
         self.state = group.state
         self.lock = group.starting
+        self.habit = WaitHabit()
         self.memory = group.state.memory
         self.page = group.state.page
         self.source = group.source.number
@@ -296,7 +298,7 @@ cdef class DirectCalls:
             self.attributes["entered"] = number
             last = self.attributes["last"] = call_of(name, detail, tensors)
             record = ring.begin(self.source, number, last, False, True)
-            self.memory.at_once = not opts.asyncOp
+            self.memory.at_once = not opts.asyncOp or self.habit.expects_wait()
             try:
                 if kind == MEET:
                     pending = self.memory.meet()
@@ -328,11 +330,14 @@ cdef class DirectCalls:
         long long record,
     ):
         """Return what an asynchronous call returns."""
+        self.habit.begun(number)
         if pending.ended:
             ring.ended(record)
-            return EndedWork(result, number, opts, self.group.timeout)
-        work = Work(
-            self.group, name, AtItsEnd(result), [pending], self.group._limit(opts), number)
+            return EndedWork(result, number, opts, self.group.timeout, self.habit)
+        work = DirectWork(
+            self.habit, self.group, name, AtItsEnd(result), [pending], self.group._limit(opts),
+            number,
+        )
         work.record = record
         ring.attach(record, pending.job)
         self.group.under_way.add(work)

@@ -39,6 +39,7 @@ from mpiddp.system import running_time
 
 if TYPE_CHECKING:
     from mpiddp.collectives.operation import Operation, SentBlock
+    from mpiddp.collectives.patience import WaitHabit
     from mpiddp.engine.requests import Pending
     from mpiddp.process_group.interface import RunningGroup
     from mpiddp.torch_internals.profiling import Event
@@ -335,6 +336,24 @@ class Work(TorchWork):
         return self._result() if callable(self._result) else self._result
 
 
+class DirectWork(Work):
+    """One operation under way that `DirectCalls` has begun.
+
+    Args:
+        habit: is told of the wait.
+        arguments: of `Work`.
+    """
+
+    def __init__(self, habit: WaitHabit, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._habit = habit
+
+    def wait(self, timeout: timedelta = NOT_GIVEN) -> bool:
+        """Return True when the operation is complete. Raises what `Work.wait` does."""
+        self._habit.waited(self.number)
+        return super().wait(timeout)
+
+
 def _acquired(lock: threading.Lock, until: float) -> bool:
     """Acquire a lock before the running time is `until`; return whether that was possible."""
     clock = running_time.Clock()
@@ -414,11 +433,20 @@ class EndedWork(CompletedWork):
         number: which of the group's collectives it is.
         opts: of the call.
         limit: of the group.
+        habit: is told of the wait.
     """
 
-    def __init__(self, result: Any, number: int, opts: Any, limit: timedelta) -> None:
+    def __init__(
+        self, result: Any, number: int, opts: Any, limit: timedelta, habit: WaitHabit
+    ) -> None:
         super().__init__()
         self._result, self.number, self._opts, self._limit = result, number, opts, limit
+        self._habit = habit
+
+    def wait(self, timeout: timedelta = NOT_GIVEN) -> bool:
+        """Return True. Not collective."""
+        self._habit.waited(self.number)
+        return True
 
     @property
     def timeout(self) -> timedelta:

@@ -11,16 +11,21 @@ import sys
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+import torch
+
 from mpiddp import launchers, settings
 from mpiddp.mpi import at_end, start_and_end, uncaught
 from mpiddp.mpi.compatibility import refuse_two_libraries
 from mpiddp.mpi.library import linked_version
 from mpiddp.mpi.running_library import identify, mapped_libraries
 from mpiddp.rendezvous import joining, programs, worlds_apart
-from mpiddp.system import rank_signs
+from mpiddp.system import cores, rank_signs
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from mpiddp.engine.requests import Requests
+    from mpiddp.mpi.nodes import Topology
 
 
 # How many of the first ranks say that they wait: one of them may be the one that is missing.
@@ -137,6 +142,18 @@ def _process() -> str:
 
 def _progress_thread_wanted() -> bool:
     return settings.PROGRESS_THREAD.read() is not False
+
+
+def _make_requests(topology: Topology, threaded: bool) -> Requests:
+    from mpiddp.engine.engine import Engine
+    from mpiddp.engine.requests import Requests
+
+    threads = torch.get_num_threads()
+    has_core = settings.PROGRESS_THREAD.read() is True or cores.are_spare(
+        topology.local_core_count, topology.local_world_size, threads
+    )
+    engine = Engine(threaded=threaded, cores=cores.beside_openmp(threads))
+    return Requests(engine, crowded=topology.crowded, thread_has_core=has_core)
 
 
 def _check_thread_level() -> None:

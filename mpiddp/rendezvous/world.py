@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
@@ -30,6 +29,7 @@ from mpiddp.rendezvous.companion import Companion, world_has_begun
 from mpiddp.rendezvous.failing import end_unless_all_fail
 from mpiddp.rendezvous.mpi_world import (
     _check_thread_level,
+    _make_requests,
     _progress_thread_wanted,
     checked_communicator,
 )
@@ -194,8 +194,6 @@ def _come(ranks: MPI.Intracomm, timeout: timedelta) -> MPI.Intracomm:
 def _make_world(own: MPI.Intracomm) -> None:
     """Make this process's part of the world. Collective over `own`, which the world then owns."""
     global _world
-    from mpiddp.engine.engine import Engine
-    from mpiddp.engine.requests import Requests
     from mpiddp.process_group.call_pages import make_call_table
     from mpiddp.watch.dead_peers import DeadPeers
     from mpiddp.watch.heartbeat import Heartbeat
@@ -211,8 +209,7 @@ def _make_world(own: MPI.Intracomm) -> None:
         name: value for name, value in topology.as_environment().items() if name not in os.environ
     }
     files.begin(own.bcast(files.job_name()), topology.rank, topology.world_size)
-    engine = Engine(threaded=threaded, cores=cores.beside_openmp(torch.get_num_threads()))
-    requests = Requests(engine, crowded=topology.crowded)
+    requests = _make_requests(topology, threaded)
     roll_call = RollCall(own, threaded)
     Watchdog(roll_call)
     dead_peers = DeadPeers(own, roll_call.lost)

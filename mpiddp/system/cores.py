@@ -17,7 +17,7 @@ import ctypes
 import os
 from collections.abc import Set
 
-__all__ = ["available", "beside_openmp", "left_over"]
+__all__ = ["are_spare", "available", "beside_openmp", "left_over"]
 
 
 def available() -> set[int]:
@@ -26,6 +26,19 @@ def available() -> set[int]:
     That is what the launcher and the operating system allow, see Note [OpenMP narrows the mask].
     """
     return os.sched_getaffinity(0).union(*_places())
+
+
+def are_spare(count: int, ranks: int, threads: int) -> bool:
+    """Return whether each rank's engine thread has a core that no other thread uses.
+
+    Not collective.
+
+    Args:
+        count: cores of the ranks of a node.
+        ranks: of the node.
+        threads: of torch, in each.
+    """
+    return count >= ranks * (threads + 1)
 
 
 def beside_openmp(threads: int) -> set[int]:

@@ -327,7 +327,7 @@ def _allow_helpers(ranks: Sequence[tuple[set[int], int]]) -> int:
 
 
 def _make_shared(node: MPI.Comm, core_count: int) -> SharedTransport:
-    spare = core_count >= node.Get_size() * (torch.get_num_threads() + 1)
+    spare = cores.are_spare(core_count, node.Get_size(), torch.get_num_threads())
     return SharedTransport(
         node,
         crowded=nodes.is_crowded(node),

@@ -114,3 +114,9 @@ def test_left_over(
     places: list[set[int]], master: set[int], threads: int, expected: set[int]
 ) -> None:
     assert cores.left_over(places, master, threads) == expected
+
+
+def test_a_core_is_spare_beside_all_threads_of_all_ranks() -> None:
+    assert cores.are_spare(count=4, ranks=2, threads=1)
+    assert not cores.are_spare(count=3, ranks=2, threads=1)
+    assert not cores.are_spare(count=4, ranks=1, threads=4)
