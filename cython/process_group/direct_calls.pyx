@@ -240,7 +240,6 @@ cdef class DirectCalls:
         return (
             type(opts) is kind
             and self.has_room()
-            and not self.state.reason
             and self.state.memory is self.memory
             and "_start" not in self.attributes     # else hooks look on, ...
             and "_enter" not in self.members        # ... or who counts what is reduced
@@ -292,7 +291,7 @@ cdef class DirectCalls:
         cdef double divisor = self.memory.state.ranks if told.detail == _AVG else 1.0
         uncaught.take_part()
         with self.lock:
-            if not self.fits(told):
+            if self.state.reason or not self.fits(told):
                 return None
             number = self.attributes["entered"] + 1
             self.attributes["entered"] = number

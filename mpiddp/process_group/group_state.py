@@ -15,17 +15,20 @@ all of them raise, as for a dtype that cannot be summed, they stay at the same p
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mpiddp.process_group import under_way
 from mpiddp.process_group.call_table import BROKEN, DIFFERS, FITS, call_digest
 
 if TYPE_CHECKING:
     from mpiddp.collectives.group_lanes import GroupLanes
     from mpiddp.collectives.group_memory import GroupMemory
+    from mpiddp.process_group import under_way
     from mpiddp.process_group.call_blocks import Call, CallBlocks
-    from mpiddp.process_group.call_table import CallPage
+from mpiddp.process_group.call_table import CallPage
 
 __all__ = ["GroupState"]
 
@@ -247,6 +250,23 @@ class GroupState:
     def broken(self) -> bool:
         """Whether this rank knows that the group cannot go on."""
         return bool(self.reason or (self.page is not None and self.page.broken))
+
+    def refuse_calls(self) -> None:
+        """Let calls raise from now on: the group is going to be destroyed."""
+        self.reason = self.reason or "it has been destroyed"
+
+    def end(self, starting: threading.Lock) -> None:
+        """Release all, when no thread begins a call. Collective.
+
+        Args:
+            starting: who begins a call holds it.
+        """
+        nobody_begins = starting.acquire(timeout=under_way.LAST)
+        try:
+            self.release()
+        finally:
+            if nobody_begins:
+                starting.release()
 
     def release(self) -> None:
         """Give back the group's memory and the communicator of its blocks. Collective."""

@@ -41,6 +41,8 @@ class OperationErrors(dist.ProcessGroup):
     _size: int
     # Whether TORCH_DISTRIBUTED_DEBUG=DETAIL compares the calls.
     _checked: bool
+    # By `shutdown`.
+    closed: bool
 
     def describe_ranks(self, members: Iterable[int]) -> str:
         """Return words such as "ranks 0 to 3 and 7" for ranks in the group. Not collective."""
@@ -145,5 +147,5 @@ class OperationErrors(dist.ProcessGroup):
     def _broken_meanwhile(self, name: str, number: int | None) -> RuntimeError:
         """Return the error of an operation that waits in a group that another rank has broken."""
         # That rank has found out who is missing, but its own words may come later, or never.
-        missing = "" if number == 0 else self.explain_missing(number)
+        missing = "" if number == 0 or self.closed else self.explain_missing(number)
         return self.state.error(name, missing)

@@ -35,7 +35,7 @@ from mpiddp.process_group.gpu_tensors import GpuWork
 from mpiddp.process_group.group_state import GroupState
 from mpiddp.process_group.operation_errors import OperationErrors
 from mpiddp.process_group.ordered_starts import kept
-from mpiddp.process_group.under_way import UnderWay
+from mpiddp.process_group.under_way import UnderWay, noted
 from mpiddp.process_group.work import COMPLETED, CompletedWork, Work, each_of, limit_of
 from mpiddp.system import running_time
 from mpiddp.torch_internals.compiler import skip_compilation
@@ -167,9 +167,11 @@ class OperationRunner(OperationErrors):
             return
         self.closed = True
         self.under_way.end()
+        self.state.refuse_calls()
+        self.under_way.end_calls()
         if self.under_way.has_abandoned:  # MPI may use its communicators as well, until the end
             self.forget_communicators()
-        self.state.release()
+        self.state.end(self.starting)
         if self._communicator != MPI.COMM_NULL:
             communicators.free(self._communicator)
 
@@ -319,6 +321,7 @@ class OperationRunner(OperationErrors):
             blocks.wait(sent, call.limit)
         return None
 
+    @noted
     def _start(
         self,
         name: str,

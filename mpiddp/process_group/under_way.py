@@ -5,7 +5,10 @@ Nothing here is collective.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from mpiddp.system import running_time
 
@@ -13,7 +16,9 @@ if TYPE_CHECKING:
     from mpiddp.engine.requests import Pending
     from mpiddp.process_group.work import Work
 
-__all__ = ["LAST", "UnderWay"]
+__all__ = ["LAST", "UnderWay", "noted"]
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 # Seconds that what is under way has to end, once another rank has said that the group is broken.
 LAST = 1.0
@@ -21,18 +26,38 @@ LAST = 1.0
 # Memory that MPI may still write to after a time limit was reached, or after Ctrl-C.
 _abandoned: list[object] = []
 
+# Seconds between two looks whether calls of other threads have ended.
+_NAP = 1e-3
+
+
+def noted(method: Method) -> Method:
+    """Note the calls of a runner's method while they last: what they use is not freed."""
+
+    @functools.wraps(method)
+    def call(runner: Any, *arguments: Any, **named: Any) -> Any:
+        calls = runner.under_way.calls
+        calls.append(None)
+        try:
+            return method(runner, *arguments, **named)
+        finally:
+            calls.pop()
+
+    return cast("Method", call)
+
 
 class UnderWay:
     """Those of one group.
 
     Attributes:
         works: that the caller may have forgotten while MPI uses their memory.
+        calls: one entry for each call that has not returned.
         has_abandoned: whether MPI may use some memory, and the group's communicators, until the
             process ends.
     """
 
     def __init__(self) -> None:
         self.works: list[Work] = []
+        self.calls: list[None] = []
         self.has_abandoned = False
         self._sweep_at = 16
         # What nobody waits for.
@@ -74,6 +99,14 @@ class UnderWay:
             if not pending.wait(LAST):
                 self.abandon(pending)
         self._left.clear()
+
+    def end_calls(self) -> None:
+        """Wait a little for the calls of other threads, and for what they have begun."""
+        until = time.monotonic() + 2 * LAST  # they may take two looks to see why they end
+        while self.calls and time.monotonic() < until:
+            time.sleep(_NAP)
+        self.end()  # what they have begun
+        self.has_abandoned = self.has_abandoned or bool(self.calls)
 
     def abandon(self, *memory: object) -> None:
         """Keep memory that MPI may still use though nobody waits any more."""

@@ -1,8 +1,11 @@
 """Groups beside the world: meshes, subgroups, ranks outside, and many that come and go."""
 
 import gc
+import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -267,6 +270,52 @@ def test_destroyed_where_some_have_not_called(where: str, monkeypatch: pytest.Mo
         if RANK == 0:
             dist.all_reduce(torch.ones(200_000), group=part, async_op=True)
         dist.destroy_process_group(part)
+        dist.barrier()
+    assert total(dist.group.WORLD) == sum(range(SIZE))
+
+
+@several
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_destroyed_while_another_thread_waits(
+    where: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its call raises, at whatever moment of it that happens."""
+    monkeypatch.setattr(under_way, "LAST", 0.1)
+    for trial in range(12):
+        part = new_group(where, timedelta(seconds=600))
+        tensor = torch.ones((4, 2_000_000)[trial % 2])
+        raised: list[str] = []
+        begins = threading.Event()
+
+        options = dist.AllreduceOptions()
+        options.asyncOp = asynchronous
+
+        def call(
+            part: Any = part,
+            tensor: torch.Tensor = tensor,
+            options: object = options,
+            begins: threading.Event = begins,
+            raised: list[str] = raised,
+        ) -> None:
+            begins.set()
+            try:
+                # Not by torch.distributed, which asks first whether it knows the group.
+                part.allreduce([tensor], options).wait()
+            except RuntimeError as error:
+                raised.append(str(error))
+
+        thread = threading.Thread(target=call)
+        if RANK == 0:
+            thread.start()
+            begins.wait()
+        time.sleep((0.0, 1e-4, 5e-4, 1e-3, 3e-3, 0.1)[trial // 2])
+        dist.destroy_process_group(part)
+        if RANK == 0:
+            thread.join(60)
+            assert not thread.is_alive()
+            assert len(raised) == 1, trial
+            assert "destroyed" in raised[0]
         dist.barrier()
     assert total(dist.group.WORLD) == sum(range(SIZE))
 
