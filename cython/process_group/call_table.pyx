@@ -109,7 +109,7 @@ cdef unsigned long long digest_of(
 ) noexcept:
     cdef unsigned long long digest = name
     cdef int _tensor
-    if detail >= 0:
+    if detail != -1:    # which no hash is
         digest = _mixed(digest, <unsigned long long>detail)
     for _tensor in range(times):
         digest = _mixed(digest, size)
