@@ -35,7 +35,7 @@ from libc.string cimport memcpy
 from mpiddp.collectives.memory_jobs cimport (
     CLOSE, COLLECT, EXCHANGE, FILL, GATHER_ALL, HALF_BYTES, MEET, MOST_RANKS, REDUCE_ALL,
     REDUCE_PARTS, REDUCE_TO_ROOT, SPIN, SPREAD, TAKE, TRADE, all_have_begun, begin_round, half,
-    has_begun, keep_own, line, reduce_parts, show, slice_bytes,
+    has_begun, keep_own, line, reduce_parts, slice_bytes,
 )
 from mpiddp.collectives.memory_jobs cimport advance as advance_in_halves
 from mpiddp.engine.interface cimport ADVANCE_BLOCKED, ADVANCE_DONE, ADVANCE_SOME
@@ -131,7 +131,9 @@ cdef bint goes_directly(MemoryState *state, MemoryJob *job) noexcept nogil:
         return False
     if job.kind == TRADE:
         return True
-    if job.kind == REDUCE_PARTS or job.kind == REDUCE_ALL or job.kind == REDUCE_TO_ROOT:
+    if job.kind == REDUCE_ALL:
+        least = state.all_reduces_from
+    elif job.kind == REDUCE_PARTS or job.kind == REDUCE_TO_ROOT:
         least = state.sums_from
     if job.kind == REDUCE_PARTS or job.kind == EXCHANGE or job.kind == GATHER_ALL:
         size *= state.ranks
@@ -197,7 +199,7 @@ cdef void say_where(MemoryState *state, MemoryJob *job) noexcept nogil:
         for rank in range(state.ranks):
             addresses(own)[rank] = job.sources[rank]
             if rank != state.rank and job.sizes[rank] <= part:
-                show(
+                memcpy(
                     <char *>own + rows_bytes(state) + rank * part, job.sources[rank],
                     job.sizes[rank],
                 )

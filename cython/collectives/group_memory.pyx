@@ -126,16 +126,18 @@ cdef class GroupMemory:
     @property
     def direct_from(self):
         """From how many bytes on they do, see `read_directly`."""
-        return self.state.moves_from, self.state.sums_from
+        return self.state.moves_from, self.state.sums_from, self.state.all_reduces_from
 
-    def read_directly(self, size_t moves_from, size_t sums_from):
+    def read_directly(self, size_t moves_from, size_t sums_from, size_t all_reduces_from):
         """Let long ones read the other ranks' memory, which must be readable. Not collective.
 
         Args:
             moves_from: from how many bytes of a rank's larger side on they are moved so; 0: never.
-            sums_from: the same for what is reduced. Both are the same on all ranks.
+            sums_from: the same for what is reduced.
+            all_reduces_from: the same for what is reduced for all. All are the same on all ranks.
         """
-        self.state.moves_from, self.state.sums_from = moves_from, sums_from if moves_from else 0
+        self.state.moves_from, self.state.sums_from = moves_from, sums_from
+        self.state.all_reduces_from = all_reduces_from
 
     @property
     def address(self):

@@ -27,7 +27,7 @@ from libc.string cimport memcpy
 
 from mpiddp.collectives.memory_jobs cimport (
     GATHER_ALL, HALF_BYTES, MOST_RANKS, REDUCE_ALL, REDUCE_PARTS, SPREAD, all_have_begun,
-    begin_round, collect, half, has_begun, reduce, show, show_slices, slice_bytes,
+    begin_round, collect, half, has_begun, reduce, show_slices, slice_bytes,
 )
 from mpiddp.engine.interface cimport (
     ADVANCE_BLOCKED, ADVANCE_DONE, ADVANCE_FAILED, ADVANCE_PENDING, ADVANCE_SOME, CHUNK_FINISHED,
@@ -88,12 +88,12 @@ cdef void show_piece(LaneState *state, Stream *stream, MemoryJob *job) noexcept 
             if rank == state.rank:
                 continue
             for node in range(state.nodes):
-                show(
+                memcpy(
                     place + (rank * state.nodes + node) * stream.size,
                     job.sources[place_of(state, node, rank)] + stream.at, stream.size,
                 )
     elif place_of(state, state.node, state.rank) == job.root:
-        show(place, job.source + stream.at, stream.size)
+        memcpy(place, job.source + stream.at, stream.size)
     begin_round(memory)
 
 
@@ -202,9 +202,9 @@ cdef int unpack(LaneState *state, Stream *stream, MemoryJob *job) noexcept nogil
     if job.kind == SPREAD and is_at_root(state, job):
         return 1
     if job.kind == GATHER_ALL:
-        show(place, stream.room, state.nodes * stream.size)
+        memcpy(place, stream.room, state.nodes * stream.size)
     else:
-        show(place + first_of(stream, state.rank), stream.slice, length_of(stream, state.rank))
+        memcpy(place + first_of(stream, state.rank), stream.slice, length_of(stream, state.rank))
     begin_round(memory)
     return 0
 

@@ -63,6 +63,7 @@ cdef struct MemoryState:
     # never.
     size_t moves_from
     size_t sums_from
+    size_t all_reduces_from
 
 
 cdef struct MemoryJob:
@@ -96,7 +97,6 @@ cdef char *half(MemoryState *state, uint32_t rank, uint32_t round) noexcept nogi
 cdef int has_begun(MemoryState *state, uint32_t rank, uint32_t round) noexcept nogil
 cdef int all_have_begun(MemoryState *state, uint32_t round) noexcept nogil
 cdef void begin_round(MemoryState *state) noexcept nogil
-cdef void show(char *place, const char *data, size_t size) noexcept nogil
 cdef size_t slice_bytes(MemoryState *state, size_t size) noexcept nogil
 cdef void show_slices(MemoryState *state, char *place, const char *data, size_t size) noexcept nogil
 cdef void reduce(

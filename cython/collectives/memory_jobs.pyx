@@ -34,7 +34,7 @@ from mpiddp.engine.interface cimport (
 )
 from mpiddp.mpi.combining cimport combine
 from mpiddp.system.kernels cimport (
-    ElementType, copy_past_cache, element_bytes, selected_kernels,
+    ElementType, element_bytes, selected_kernels,
 )
 from mpiddp.system.posix cimport now, store
 from mpiddp.transports.shared cimport load32, ring
@@ -44,9 +44,6 @@ from mpiddp.transports.shared_buckets cimport CACHE_LINE
 cdef enum:
     # From how many bytes on each rank reduces a slice.
     SLICED_BYTES = 1 << 15
-    # From how many bytes on they go past the cache: where ranks do not share one, a line that is
-    # changed in another core's cache takes several times as long as one in memory.
-    PAST_CACHE_BYTES = 1 << 17
 
 # Seconds to spin for ranks that are in the middle of the same collective.
 cdef double SPIN = 30e-6
@@ -109,14 +106,6 @@ cdef size_t bytes_of_round(MemoryState *state, MemoryJob *job) noexcept nogil:
     return min(most, job.size - job.at)
 
 
-cdef void show(char *place, const char *data, size_t size) noexcept nogil:
-    """Copy what others are to read."""
-    if size < PAST_CACHE_BYTES:
-        memcpy(place, data, size)
-    else:
-        copy_past_cache(place, data, size)
-
-
 cdef inline int is_sliced(MemoryJob *job, size_t size) noexcept nogil:
     return job.kind == REDUCE_ALL and size >= SLICED_BYTES
 
@@ -134,7 +123,7 @@ cdef void offer(MemoryState *state, MemoryJob *job, char *place) noexcept nogil:
         (<size_t *>place)[0] = job.size
     for rank in range(state.ranks):
         if rank != state.rank and job.sizes[rank] > job.at:
-            show(
+            memcpy(
                 place + CACHE_LINE + rank * part, job.sources[rank] + job.at,
                 min(part, job.sizes[rank] - job.at),
             )
@@ -176,7 +165,7 @@ cdef void show_slices(
     for rank in range(state.ranks):
         first = min(each * rank, size)
         if rank != state.rank:
-            show(place + first, data + first, min(each, size - first))
+            memcpy(place + first, data + first, min(each, size - first))
 
 
 cdef void fill(MemoryState *state, MemoryJob *job, size_t size) noexcept nogil:
@@ -191,11 +180,11 @@ cdef void fill(MemoryState *state, MemoryJob *job, size_t size) noexcept nogil:
     if job.kind == REDUCE_PARTS or job.kind == EXCHANGE:
         for rank in range(state.ranks):
             if rank != state.rank:
-                show(place + rank * part, job.sources[rank] + job.at, size)
+                memcpy(place + rank * part, job.sources[rank] + job.at, size)
     elif is_sliced(job, size):
         show_slices(state, place, job.source + job.at, size)
     elif job.kind != SPREAD or state.rank == job.root:
-        show(place, job.source + job.at, size)
+        memcpy(place, job.source + job.at, size)
 
 
 cdef int may_take(MemoryState *state, MemoryJob *job) noexcept nogil:
@@ -257,7 +246,7 @@ cdef int take(MemoryState *state, MemoryJob *job, size_t size) noexcept nogil:
         each = min(each, size - first)
         out = job.target + job.at + first
         reduce(state, job, out, job.source + job.at + first, first, each)
-        show(half(state, state.rank, state.round + 1) + first, out, each)
+        memcpy(half(state, state.rank, state.round + 1) + first, out, each)
         return 0
     if job.kind == REDUCE_TO_ROOT:
         if state.rank == job.root:

@@ -43,11 +43,12 @@ _LANES_FROM_WITH_OTHERS: dict[str, int | None] = {
     "broadcast": 16 << 20,
 }
 
-# From how many bytes of a rank's larger side on the ranks of a node read each other's memory, to
-# move or to reduce what is there. They meet once more for that, which takes longer where they wait
-# for cores.
-_DIRECT_FROM = (128 << 10, 256 << 10)
-_DIRECT_FROM_IF_CROWDED = (256 << 10, 1 << 20)
+# From how many bytes of a rank's larger side on the ranks of a node read each other's memory: to
+# move what is there, to reduce it, and to reduce it for all. They meet once more for that, which
+# takes longer where they wait for cores. In an all-reduce each also reads what another has just
+# written, so that it is not in this core's cache, whichever way.
+_DIRECT_FROM = (128 << 10, 512 << 10, 4 << 20)
+_DIRECT_FROM_IF_CROWDED = (256 << 10, 1 << 20, 2 << 20)
 
 # From how many bytes of a rank on an all_to_all_single of equal parts is MPI's where ranks do not
 # read each other's memory: then each byte is copied twice, and MPI copies it once.
@@ -82,14 +83,14 @@ def tries_to_read() -> bool:
     return settings.COLLECTIVES.read() == "memory" and torch.cuda.device_count() == 0
 
 
-def direct_from(crowded: bool) -> tuple[int, int]:
+def direct_from(crowded: bool) -> tuple[int, int, int]:
     """Return from how many bytes on ranks of a node read each other's memory. Not collective.
 
     Args:
         crowded: whether they are more than the cores of their node.
 
     Returns:
-        Bytes of a rank's larger side, of what is moved and of what is reduced.
+        Bytes of a rank's larger side, of what is moved, is reduced, and is reduced for all.
     """
     return _DIRECT_FROM_IF_CROWDED if crowded else _DIRECT_FROM
 
@@ -168,12 +169,15 @@ def _rows_of_node(crowded: bool, is_readable: bool) -> list[Row]:
         if crowded:
             table.append(Row(_TRADES, _MESSAGES_IF_CROWDED))
         return [*table, Row("all others", _MEMORY)]
-    moves, sums = (size >> 10 for size in direct_from(crowded))
+    moves, sums, all_reduces = (size >> 10 for size in direct_from(crowded))
     table = [Row("scatter", _MESSAGES)]
     if crowded:
         table.append(Row("gather", _MESSAGES_IF_CROWDED))
     return [
         *table,
-        Row(f"from {moves} KiB on, sums from {sums} KiB on", _DIRECT),
+        Row(
+            f"from {moves} KiB on, sums from {sums} KiB on, all_reduce from {all_reduces} KiB on",
+            _DIRECT,
+        ),
         Row("all others", _MEMORY),
     ]

@@ -33,7 +33,7 @@ def always(part: Any) -> Any:
     """Let all collectives of a group read the other ranks' memory."""
     if part.state.memory is None or not part.state.memory.reads_directly:
         pytest.skip("the ranks may not read each other's memory")
-    part.state.memory.read_directly(1, 1)
+    part.state.memory.read_directly(1, 1, 1)
     return part
 
 
@@ -99,7 +99,7 @@ def test_sums_have_the_bits_of_copied_ones(
     for count in COUNTS:
         own = torch.randn(count, generator=generator).mul(100).to(dtype)
         results = []
-        for way in ((0, 0), (1, 1)):
+        for way in ((0, 0, 0), (1, 1, 1)):
             part.state.memory.read_directly(*way)
             results.append(call(own.clone(), op, part).view(torch.uint8))
         assert torch.equal(*results)

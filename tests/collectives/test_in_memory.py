@@ -33,7 +33,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
     before = memory.direct_from
     if request.param == "read" and not before[0]:
         pytest.skip("the ranks may not read each other's memory")
-    memory.read_directly(*((1, 1) if request.param == "read" else (0, 0)))
+    memory.read_directly(*((1, 1, 1) if request.param == "read" else (0, 0, 0)))
     yield request.param
     memory.read_directly(*before)
 

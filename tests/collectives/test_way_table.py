@@ -23,11 +23,14 @@ def test_nodes_of_a_group() -> None:
 def test_rows() -> None:
     scatter, direct, memory = way_table.rows([2], False, True)
     assert scatter == ("scatter", "MPI's calls and messages")
-    assert direct == ("from 128 KiB on, sums from 256 KiB on", "out of each other's memory")
+    sizes = "from 128 KiB on, sums from 512 KiB on, all_reduce from 4096 KiB on"
+    assert direct == (sizes, "out of each other's memory")
     assert memory == ("all others", "in memory that all ranks share")
     _, gather, direct, _ = way_table.rows([4], True, True)
     assert gather.collectives == "gather"
-    assert direct.collectives == "from 256 KiB on, sums from 1024 KiB on"
+    assert direct.collectives == (
+        "from 256 KiB on, sums from 1024 KiB on, all_reduce from 2048 KiB on"
+    )
 
 
 def test_rows_where_ranks_may_not_read_each_other() -> None:
