@@ -20,15 +20,13 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mpiddp.process_group import under_way
 from mpiddp.process_group.call_table import BROKEN, DIFFERS, FITS, call_digest
 
 if TYPE_CHECKING:
     from mpiddp.collectives.group_lanes import GroupLanes
     from mpiddp.collectives.group_memory import GroupMemory
-    from mpiddp.process_group import under_way
     from mpiddp.process_group.call_blocks import Call, CallBlocks
-from mpiddp.process_group.call_table import CallPage
+    from mpiddp.process_group.call_table import CallPage
 
 __all__ = ["GroupState"]
 
@@ -255,13 +253,14 @@ class GroupState:
         """Let calls raise from now on: the group is going to be destroyed."""
         self.reason = self.reason or "it has been destroyed"
 
-    def end(self, starting: threading.Lock) -> None:
+    def end(self, starting: threading.Lock, seconds: float) -> None:
         """Release all, when no thread begins a call. Collective.
 
         Args:
             starting: who begins a call holds it.
+            seconds: how long to wait for that.
         """
-        nobody_begins = starting.acquire(timeout=under_way.LAST)
+        nobody_begins = starting.acquire(timeout=seconds)
         try:
             self.release()
         finally:

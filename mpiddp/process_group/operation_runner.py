@@ -171,7 +171,7 @@ class OperationRunner(OperationErrors):
         self.under_way.end_calls()
         if self.under_way.has_abandoned:  # MPI may use its communicators as well, until the end
             self.forget_communicators()
-        self.state.end(self.starting)
+        self.state.end(self.starting, under_way.LAST)
         if self._communicator != MPI.COMM_NULL:
             communicators.free(self._communicator)
 
