@@ -285,7 +285,7 @@ def test_who_waits_moves_the_message() -> None:
         pass_on(tensor)
     slept = times_that_the_engine_slept() - before
     # Where it looks after each message, it wakes up thousands of times in a second.
-    assert slept < 10 + 700 * (time.monotonic() - began)
+    assert slept < 10 + 1500 * (time.monotonic() - began)
 
 
 def test_message_moves_though_those_before_were_waited_for() -> None:
