@@ -5,7 +5,8 @@ Note [Reading each other's memory]
 In halves each byte is copied twice: into a half by one rank, and out of it by another. Linux lets
 processes of one user copy out of each other's memory (process_vm_readv, see man 2), unless a
 security module or a container forbids it, which the ranks of a node try when they start. A call of
-the kernel costs a microsecond and looks up each page, so what is short still goes in halves.
+the kernel costs a microsecond and looks up each page, so what is short still goes in halves; on
+some machines all does, see Note [Measured ways].
 
 The rounds are those of Note [Rounds in memory]:
 
@@ -85,6 +86,9 @@ cdef enum:
     COPIED_BYTES = 1 << 18
     CLAIMED_BYTES = 1 << 17
 
+# What is moved from so many bytes on is never read directly.
+cdef size_t NEVER = <size_t>-1 // 2
+
 # Seconds to wait for a rank that may be writing, and may be gone.
 cdef double LAST_WRITE = 1.0
 
@@ -130,7 +134,7 @@ cdef bint goes_directly(MemoryState *state, MemoryJob *job) noexcept nogil:
     if least == 0 or job.kind == MEET:
         return False
     if job.kind == TRADE:
-        return True
+        return least < NEVER
     if job.kind == REDUCE_ALL:
         least = state.all_reduces_from
     elif job.kind == REDUCE_PARTS or job.kind == REDUCE_TO_ROOT:

@@ -45,6 +45,7 @@ cdef class NodeMemory:
     Attributes:
         ranks: how many share it.
         is_readable: whether they can.
+        direct_from: from how many bytes on they do, for `GroupMemory.read_directly`; None: never.
 
     Raises:
         OSError: the ranks cannot share memory; raised on all ranks.

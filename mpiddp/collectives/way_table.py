@@ -6,6 +6,7 @@ way depends on nothing that differs over the ranks of a group.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EXCHANGED_BY_MPI",
+    "NEVER",
+    "DirectFrom",
     "Row",
-    "direct_from",
     "exchanges_in_memory",
     "fits_lanes",
     "lanes_from",
@@ -43,12 +45,8 @@ _LANES_FROM_WITH_OTHERS: dict[str, int | None] = {
     "broadcast": 16 << 20,
 }
 
-# From how many bytes of a rank's larger side on the ranks of a node read each other's memory: to
-# move what is there, to reduce it, and to reduce it for all. They meet once more for that, which
-# takes longer where they wait for cores. In an all-reduce each also reads what another has just
-# written, so that it is not in this core's cache, whichever way.
-_DIRECT_FROM = (128 << 10, 512 << 10, 4 << 20)
-_DIRECT_FROM_IF_CROWDED = (256 << 10, 1 << 20, 2 << 20)
+# More than any tensor has.
+NEVER = sys.maxsize
 
 # From how many bytes of a rank on an all_to_all_single of equal parts is MPI's where ranks do not
 # read each other's memory: then each byte is copied twice, and MPI copies it once.
@@ -81,18 +79,6 @@ def tries_to_read() -> bool:
     it has not been tried whether Linux copies it so.
     """
     return settings.COLLECTIVES.read() == "memory" and torch.cuda.device_count() == 0
-
-
-def direct_from(crowded: bool) -> tuple[int, int, int]:
-    """Return from how many bytes on ranks of a node read each other's memory. Not collective.
-
-    Args:
-        crowded: whether they are more than the cores of their node.
-
-    Returns:
-        Bytes of a rank's larger side, of what is moved, is reduced, and is reduced for all.
-    """
-    return _DIRECT_FROM_IF_CROWDED if crowded else _DIRECT_FROM
 
 
 def trades_in_memory(group: Group) -> bool:
@@ -128,6 +114,22 @@ def fits_lanes(group: Group, name: str, size: int) -> bool:
     return least is not None and group.state.lanes is not None and size >= least
 
 
+class DirectFrom(NamedTuple):
+    """From how many bytes of a rank's larger side on the ranks of a node read each other's memory.
+
+    They measure it, see Note [Measured ways]. `NEVER`: what is longer does not either.
+
+    Attributes:
+        moves: of what is moved.
+        sums: of what is reduced for one rank, or in parts.
+        all_reduces: of what is reduced for all.
+    """
+
+    moves: int = NEVER
+    sums: int = NEVER
+    all_reduces: int = NEVER
+
+
 class Row(NamedTuple):
     """A line of the table, in words.
 
@@ -140,19 +142,19 @@ class Row(NamedTuple):
     way: str
 
 
-def rows(nodes: Sequence[int], crowded: bool, is_readable: bool) -> list[Row]:
+def rows(nodes: Sequence[int], crowded: bool, direct: DirectFrom | None) -> list[Row]:
     """Return the table in force for a group of all ranks, for people. Not collective.
 
     Args:
         nodes: how many ranks share memory, for each node; 1 on each where none do.
         crowded: whether they are more than the cores of their node.
-        is_readable: whether those of a node read each other's memory.
+        direct: when those of a node read each other's memory; None: they may not.
     """
     if max(nodes) == 1:
         return [Row("all", _MESSAGES)]
     if len(nodes) == 1:
-        return _rows_of_node(crowded, is_readable)
-    table = [Row("of groups on one node", _DIRECT_TOO if is_readable else _MEMORY)]
+        return _rows_of_node(crowded, direct)
+    table = [Row("of groups on one node", _DIRECT_TOO if _sizes(direct) else _MEMORY)]
     if len(set(nodes)) == 1:
         table += [
             Row(f"{name} from {size >> 20} MiB on", "in lanes between the nodes")
@@ -162,22 +164,28 @@ def rows(nodes: Sequence[int], crowded: bool, is_readable: bool) -> list[Row]:
     return [*table, Row("all others", _MESSAGES)]
 
 
-def _rows_of_node(crowded: bool, is_readable: bool) -> list[Row]:
-    if not is_readable:
+def _rows_of_node(crowded: bool, direct: DirectFrom | None) -> list[Row]:
+    if direct is None:
         exchanges = f"all_to_all_single from {EXCHANGED_BY_MPI >> 10} KiB on, scatter"
         table = [Row(exchanges, _MESSAGES)]
         if crowded:
             table.append(Row(_TRADES, _MESSAGES_IF_CROWDED))
         return [*table, Row("all others", _MEMORY)]
-    moves, sums, all_reduces = (size >> 10 for size in direct_from(crowded))
     table = [Row("scatter", _MESSAGES)]
     if crowded:
         table.append(Row("gather", _MESSAGES_IF_CROWDED))
+    if _sizes(direct):
+        table.append(Row(", ".join(_sizes(direct)), _DIRECT))
+    return [*table, Row("all others", _MEMORY)]
+
+
+def _sizes(direct: DirectFrom | None) -> list[str]:
+    """Return in words what is read directly."""
+    if direct is None:
+        return []
+    names = ("all that is moved", "sums", "all_reduce")
     return [
-        *table,
-        Row(
-            f"from {moves} KiB on, sums from {sums} KiB on, all_reduce from {all_reduces} KiB on",
-            _DIRECT,
-        ),
-        Row("all others", _MEMORY),
+        f"{name} from {size >> 10} KiB on"
+        for name, size in zip(names, direct, strict=True)
+        if size != NEVER
     ]

@@ -30,7 +30,6 @@ def report_memory(world: MPI.Comm) -> list[Finding]:
     if world.Get_size() == 1:
         text = f"gradients on the CPU: nothing travels in a world of one; asked for: {name}"
         return [Finding("ok", text)]
-    from mpiddp.collectives.node_memory import can_read_each_other
     from mpiddp.transports import shared_memory
 
     node = nodes.ranks_of_node(world)
@@ -44,7 +43,8 @@ def report_memory(world: MPI.Comm) -> list[Finding]:
     of_first = node.Get_size() if node.Get_rank() == 0 else 0
     node_sizes = [size for size in world.allgather(of_first) if size]
     crowded = nodes.is_crowded(node)
-    is_readable = all(world.allgather(can_read_each_other(node, way_table.tries_to_read())))
+    direct = _measured(node, crowded)
+    is_readable = all(world.allgather(direct is not None))
     problems = [text for text in world.allgather(problem) if text]
     node.Free()
     what = "memory that the ranks of a node share:"
@@ -66,11 +66,33 @@ def report_memory(world: MPI.Comm) -> list[Finding]:
     else:
         used = "shared memory" if min(sizes) == world.Get_size() else "lanes between the nodes"
     gradients = Finding("ok", f"gradients on the CPU: {used} (transport {name!r})")
-    return [memory, gradients, *_collectives(node_sizes, bool(problems), crowded, is_readable)]
+    ways = direct if is_readable else None
+    return [memory, gradients, *_collectives(node_sizes, bool(problems), crowded, ways)]
+
+
+def _measured(node: MPI.Comm, crowded: bool) -> way_table.DirectFrom | None:
+    """Return when the ranks of a node read each other's memory. Collective over `node`."""
+    from mpiddp.collectives.measured_ways import measure
+    from mpiddp.collectives.node_memory import NodeMemory
+    from mpiddp.engine.engine import Engine
+    from mpiddp.engine.requests import Requests
+
+    if node.Get_size() == 1:
+        return way_table.DirectFrom()
+    try:
+        memory = NodeMemory(node, way_table.tries_to_read())
+    except OSError:
+        return None  # on all its ranks
+    if not memory.is_readable:
+        return None
+    return measure(memory, node, Requests(Engine(threaded=False), crowded=crowded))
 
 
 def _collectives(
-    sizes: list[int], is_impossible: bool, crowded: bool, is_readable: bool
+    sizes: list[int],
+    is_impossible: bool,
+    crowded: bool,
+    direct: way_table.DirectFrom | None,
 ) -> list[Finding]:
     """Return how the collectives of torch.distributed travel.
 
@@ -78,17 +100,17 @@ def _collectives(
         sizes: how many ranks each node has.
         is_impossible: whether those of a node share no memory.
         crowded: whether they are more than the node's cores.
-        is_readable: whether those of a node may read each other's memory.
+        direct: when those of a node read each other's memory; None: they may not.
     """
     asked = settings.COLLECTIVES.read()
     alone = asked == "messages" or is_impossible
-    table = way_table.rows([1] * len(sizes) if alone else sizes, crowded, is_readable)
+    table = way_table.rows([1] * len(sizes) if alone else sizes, crowded, direct)
     variable = f"({settings.COLLECTIVES.name}={asked})"
     found = [
         Finding("ok", f"collectives on the CPU, {row.collectives}: {row.way} {variable}")
         for row in table
     ]
-    if not alone and max(sizes) > 1 and way_table.tries_to_read() and not is_readable:
+    if not alone and max(sizes) > 1 and way_table.tries_to_read() and direct is None:
         found.append(
             Finding(
                 "warning",

@@ -9,7 +9,8 @@ from mpi4py import MPI
 
 from mpiddp import settings
 from mpiddp.collectives.node_memory import NodeMemory
-from mpiddp.collectives.way_table import direct_from, tries_to_read
+from mpiddp.collectives.measured_ways import measure
+from mpiddp.collectives.way_table import tries_to_read
 from mpiddp.mpi import communicators, losses, nodes
 from mpiddp.process_group import direct_calls
 from mpiddp.process_group.call_blocks import BlockGroup, CallBlocks
@@ -38,17 +39,23 @@ class NewGroup(BlockGroup, Protocol):
         """Those of the process."""
 
 
-def make_call_table(world: MPI.Intracomm) -> CallTable | None:
+def make_call_table(world: MPI.Intracomm, requests: Requests) -> CallTable | None:
     """Return a table that the ranks of this node share; None where there is no such memory.
 
     Collective over `world`.
+
+    Args:
+        world: of all ranks.
+        requests: those of the process.
     """
     node = nodes.ranks_of_node(world)
     try:
         ranks = node.allgather(world.Get_rank())
         if len(ranks) == 1:
             return None
-        memory = _node_memory(node) if settings.COLLECTIVES.read() != "messages" else None
+        memory = None
+        if settings.COLLECTIVES.read() != "messages":
+            memory = _node_memory(node, requests)
         return CallTable(allocate_common(node, BYTES, ()), ranks, memory)
     except OSError:
         return None  # on all ranks of the node
@@ -56,12 +63,15 @@ def make_call_table(world: MPI.Intracomm) -> CallTable | None:
         node.Free()
 
 
-def _node_memory(node: MPI.Comm) -> NodeMemory | None:
+def _node_memory(node: MPI.Comm, requests: Requests) -> NodeMemory | None:
     """Return the memory for collectives, None where there is none. Collective over `node`."""
     try:
-        return NodeMemory(node, tries_to_read())
+        memory = NodeMemory(node, tries_to_read())
     except OSError:
         return None  # on all its ranks
+    if memory.is_readable:
+        memory.direct_from = measure(memory, node, requests)
+    return memory
 
 
 def share_page(
@@ -102,8 +112,8 @@ def share_page(
         if group.state.all_here and memory is not None:
             own = communicator.Get_rank()
             own_memory = memory.of_group(indices[0], len(ranks), own, group.requests)
-            if memory.is_readable and settings.COLLECTIVES.read() == "memory":
-                own_memory.read_directly(*direct_from(bool(group.requests.crowded)))
+            if memory.direct_from is not None and settings.COLLECTIVES.read() == "memory":
+                own_memory.read_directly(*memory.direct_from)
             group.state.memory = own_memory
             direct_calls.install(group)
     if not group.state.all_here:

@@ -228,7 +228,7 @@ def _make_world(own: MPI.Intracomm) -> None:
         topology,
         environment,
         os.getpid(),
-        call_table=make_call_table(own),
+        call_table=make_call_table(own, requests),
     )
     os.environ.update(environment)
 

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from group_data import group, rank, size
 
-from mpiddp.collectives import way_table
 
 pytestmark = [pytest.mark.timeout(120)]
 ranks = pytest.mark.mpi(min_size=2)
@@ -188,15 +187,6 @@ def test_late_ranks_of_a_broadcast_hold_nobody_up(part: Any) -> None:
         took = time.monotonic() - began
         assert (tensor == 0).all()
         assert took < 0.6 or rank() == 0  # its tensor is being read until all have come
-
-
-@ranks
-def test_from_which_size_on() -> None:
-    memory: Any = group().state.memory
-    if memory is None or not memory.reads_directly:
-        pytest.skip("the ranks may not read each other's memory")
-    least = way_table.direct_from(bool(group().crowded))
-    assert memory.direct_from == least
 
 
 @ranks
