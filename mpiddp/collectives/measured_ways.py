@@ -72,10 +72,7 @@ def measure(memory: NodeMemory, node: MPI.Comm, requests: Requests) -> DirectFro
 
     try:
         return DirectFrom(
-            *(
-                first_of(_compared(group, node, call))
-                for call in (gather, reduce_parts, all_reduce)
-            )
+            *(first_of(_compared(group, node, call)) for call in (gather, reduce_parts, all_reduce))
         )
     finally:
         group.close()

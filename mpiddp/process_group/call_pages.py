@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 from mpi4py import MPI
 
 from mpiddp import settings
-from mpiddp.collectives.node_memory import NodeMemory
 from mpiddp.collectives.measured_ways import measure
+from mpiddp.collectives.node_memory import NodeMemory
 from mpiddp.collectives.way_table import tries_to_read
 from mpiddp.mpi import communicators, losses, nodes
 from mpiddp.process_group import direct_calls

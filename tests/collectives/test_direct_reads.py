@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from group_data import group, rank, size
-
+from group_data import rank, size
 
 pytestmark = [pytest.mark.timeout(120)]
 ranks = pytest.mark.mpi(min_size=2)
