@@ -36,6 +36,7 @@
 #define CHOOSE(s, v, w) CHOOSE_SUM(s, v, w)
 #endif
 #ifndef LOAD
+#define ELEMENT_IS_SUM
 #define LOAD(p) (*(p))
 #define STORE(p, v) (*(p) = (v))
 #endif
@@ -233,12 +234,47 @@ static MPIDDP_NOINLINE TARGET void NAME(spread_scaled_mean)(
 }
 #endif
 
+#ifdef ELEMENT_IS_SUM
+/* The sum of one to four buffers, of which `out` may be one: each element is read before it is
+ * written. */
+MPIDDP_INLINE TARGET void NAME(plain_sum)(
+    ELEMENT *out, char *const *buffers, size_t ranks, size_t first, size_t count)
+{
+    const ELEMENT *a = (const ELEMENT *)buffers[0] + first;
+    const ELEMENT *b = (const ELEMENT *)buffers[ranks > 1 ? 1 : 0] + first;
+    const ELEMENT *c = (const ELEMENT *)buffers[ranks > 2 ? 2 : 0] + first;
+    const ELEMENT *d = (const ELEMENT *)buffers[ranks > 3 ? 3 : 0] + first;
+    size_t i;
+    MPIDDP_INDEPENDENT
+    for (i = 0; i < count; i++)
+        out[i] = ranks == 1   ? a[i]
+                 : ranks == 2 ? a[i] + b[i]
+                 : ranks == 3 ? a[i] + b[i] + c[i]
+                              : a[i] + b[i] + c[i] + d[i];
+}
+#endif
+
 static MPIDDP_NOINLINE TARGET void NAME(mean_to)(
     ELEMENT *out, char *const *buffers, size_t ranks, size_t first, size_t count, double divisor)
 {
     SUM wide[MPIDDP_BLOCK];
     char *target = (char *)out;
     size_t done, n;
+#ifdef ELEMENT_IS_SUM
+    /* Nothing is divided, so Note [Sums that overflow] says the same of it. */
+    if (divisor == 1 && ranks == 2) {
+        NAME(plain_sum)(out, buffers, 2, first, count);
+        return;
+    }
+    if (divisor == 1 && ranks == 3) {
+        NAME(plain_sum)(out, buffers, 3, first, count);
+        return;
+    }
+    if (divisor == 1 && ranks == 4) {
+        NAME(plain_sum)(out, buffers, 4, first, count);
+        return;
+    }
+#endif
     for (done = 0; done < count; done += n) {
         n = count - done < MPIDDP_BLOCK ? count - done : MPIDDP_BLOCK;
         NAME(sum_to)(wide, buffers, ranks, first + done, n);
@@ -334,6 +370,7 @@ static MPIDDP_NOINLINE TARGET void NAME(mean_in_place)(
 }
 
 #undef ELEMENT
+#undef ELEMENT_IS_SUM
 #undef ELEMENT_NAME
 #undef SUM
 #undef OVERFLOWS

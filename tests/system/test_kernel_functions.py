@@ -315,6 +315,14 @@ class TestRanges:
             buffers.assert_now(first, count, None)
 
     @pytest.mark.thorough(keep=18)
+    def test_mean_to_one_of_the_buffers(self, name: str, dtype: torch.dtype, ranks: int) -> None:
+        for buffers, first, count, divisor in cases(dtype, ranks):
+            out = buffers.tensors[-1][first:]
+            kernels.mean_to(name, out, buffers.tensors, first, count, divisor)
+            expected = mean(buffers.columns(first, count), dtype, divisor)
+            assert_same(bits_of(out[:count]), expected, dtype)
+
+    @pytest.mark.thorough(keep=18)
     def test_scaled_sum_as_element(self, name: str, dtype: torch.dtype, ranks: int) -> None:
         for buffers, first, count, divisor in cases(dtype, ranks):
             out = torch.full((count + 5,), 7, dtype=dtype)
