@@ -13,7 +13,7 @@ from mpiddp.collectives.memory_jobs cimport (
     EXCHANGE, GATHER_ALL, MEET, REDUCE_ALL, REDUCE_PARTS, REDUCE_TO_ROOT, SPREAD, TRADE,
 )
 from mpiddp.process_group.direct_way cimport DirectWay, Plan, plan_of
-from mpiddp.collectives import movement, way_table
+from mpiddp.collectives import movement
 from mpiddp.process_group.call_table import code_of_name
 
 _ALL_REDUCE = code_of_name("all_reduce")
@@ -276,7 +276,7 @@ cdef class DirectCalls(DirectWay):
         if len(arguments) == 3 and not named:
             lists, inputs, opts = arguments
             if (
-                self.may_go(opts, GatherOptions) and not self.memory.state.transport.crowded
+                self.may_go(opts, GatherOptions)
                 and type(lists) is list and type(inputs) is list and len(inputs) == 1
                 and 0 <= opts.rootRank < ranks
             ):
@@ -308,7 +308,7 @@ cdef class DirectCalls(DirectWay):
         cdef Py_ssize_t rank = self.memory.state.rank
         if len(arguments) == 3 and not named:
             outputs, inputs, opts = arguments
-            if self.may_go(opts, AllToAllOptions) and way_table.trades_in_memory(self.group):
+            if self.may_go(opts, AllToAllOptions):
                 sizes, expected = [], []
                 sources = self.plain_parts(inputs, &dtype, sizes)
                 targets = None
@@ -351,9 +351,7 @@ cdef class DirectCalls(DirectWay):
         if (
             not source or not target or dtype != other
             or overlap(source, plan.size, target, whole)
-            or not splits and (
-                whole != plan.size or not way_table.exchanges_in_memory(self.group, whole))
-            or splits and not way_table.trades_in_memory(self.group)
+            or not splits and whole != plan.size
         ):
             return None
         sizes = bytes_of_rows(input_, input_splits, plan.size, ranks)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from mpiddp.collectives import movement, packing, point_to_point, reductions, way_table
+from mpiddp.collectives import movement, packing, point_to_point, reductions
 from mpiddp.collectives.group_memory import NO_ELEMENT
 from mpiddp.mpi import datatypes
 from mpiddp.system.kernels import ELEMENTS
@@ -244,7 +244,7 @@ def _all_to_all_single(
 ) -> Operation:
     rest = (output, tensor, output_splits, input_splits)
     splits = input_splits or output_splits  # then sizes may differ between ranks
-    if splits or not way_table.exchanges_in_memory(group, tensor.nbytes):
+    if splits:
         return (yield from movement.all_to_all_single(group, *rest))
     movement.check_exchanged(group, output, tensor)
     target = packing.dense(output)

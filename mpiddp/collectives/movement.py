@@ -104,8 +104,7 @@ def gather(group: Group, outputs: Lists, inputs: Sequence[torch.Tensor], root: i
             targets = [packing.dense(part) for part in outputs[index]]
             received += zip(targets, outputs[index], strict=True)
             incoming = targets
-        # In memory the root would wait until all others have met it, which takes turns.
-        pending += point_to_point.exchange(group, outgoing, incoming, by_messages=group.crowded)
+        pending += point_to_point.exchange(group, outgoing, incoming)
     yield pending
     point_to_point.check_sizes(group, "gather", pending)
     for target, part in received:

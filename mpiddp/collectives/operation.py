@@ -79,10 +79,6 @@ class Group(Protocol):
     def lanes(self) -> GroupLanes:
         """Those of its ranks, for a collective that goes there in order of the calls."""
 
-    @property
-    def crowded(self) -> bool:
-        """Whether its ranks on this node have fewer cores to wait on than they are."""
-
     def pending(self, request: MPI.Request | Arrival, call: str, *memory: object) -> Pending:
         """Return what to yield for a request that the MPI function `call` has made.
 

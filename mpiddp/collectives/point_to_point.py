@@ -15,7 +15,6 @@ import torch
 from mpi4py import MPI
 
 from mpiddp.collectives import packing
-from mpiddp.collectives.way_table import trades_in_memory
 from mpiddp.engine.requests import Arrival
 from mpiddp.mpi import datatypes
 
@@ -136,7 +135,7 @@ def exchange(
         raise ValueError(
             f"rank {own} sends {source.nbytes} bytes to itself, and expects {target.nbytes}"
         )
-    if trades_in_memory(group) and not by_messages:
+    if group.state.memory is not None and not by_messages:
         return [_traded(group, outgoing, incoming)]
     waited = _messages(group, outgoing, incoming)
     if source is not None and target is not None:

@@ -19,15 +19,12 @@ if TYPE_CHECKING:
     from mpiddp.collectives.operation import Group
 
 __all__ = [
-    "EXCHANGED_BY_MPI",
     "NEVER",
     "DirectFrom",
     "Row",
-    "exchanges_in_memory",
     "fits_lanes",
     "lanes_from",
     "rows",
-    "trades_in_memory",
     "tries_to_read",
 ]
 
@@ -48,16 +45,10 @@ _LANES_FROM_WITH_OTHERS: dict[str, int | None] = {
 # More than any tensor has.
 NEVER = sys.maxsize
 
-# From how many bytes of a rank on an all_to_all_single of equal parts is MPI's where ranks do not
-# read each other's memory: then each byte is copied twice, and MPI copies it once.
-EXCHANGED_BY_MPI = 256 << 10
-
-_TRADES = "gather, all_to_all, all_to_all_single with splits"
 _MEMORY = "in memory that all ranks share"
 _DIRECT = "out of each other's memory"
 _DIRECT_TOO = f"{_MEMORY}, large ones {_DIRECT}"
 _MESSAGES = "MPI's calls and messages"
-_MESSAGES_IF_CROWDED = "messages, since the ranks are more than the cores"
 
 
 @cache
@@ -79,27 +70,6 @@ def tries_to_read() -> bool:
     it has not been tried whether Linux copies it so.
     """
     return settings.COLLECTIVES.read() == "memory" and torch.cuda.device_count() == 0
-
-
-def trades_in_memory(group: Group) -> bool:
-    """Return whether ranks send each other parts of different sizes in memory. Not collective.
-
-    There all ranks meet, also those that get nothing. Where ranks wait for cores, that takes longer
-    than messages between those that have something to send, unless nothing is copied twice.
-    """
-    memory = group.state.memory
-    return memory is not None and (memory.reads_directly or not group.crowded)
-
-
-def exchanges_in_memory(group: Group, size: int) -> bool:
-    """Return whether parts of the same size are exchanged in memory. Not collective.
-
-    Args:
-        group: the process group.
-        size: bytes of a rank's whole input.
-    """
-    memory = group.state.memory
-    return memory is not None and (memory.reads_directly or size < EXCHANGED_BY_MPI)
 
 
 def fits_lanes(group: Group, name: str, size: int) -> bool:
@@ -142,18 +112,17 @@ class Row(NamedTuple):
     way: str
 
 
-def rows(nodes: Sequence[int], crowded: bool, direct: DirectFrom | None) -> list[Row]:
+def rows(nodes: Sequence[int], direct: DirectFrom | None) -> list[Row]:
     """Return the table in force for a group of all ranks, for people. Not collective.
 
     Args:
         nodes: how many ranks share memory, for each node; 1 on each where none do.
-        crowded: whether they are more than the cores of their node.
         direct: when those of a node read each other's memory; None: they may not.
     """
     if max(nodes) == 1:
         return [Row("all", _MESSAGES)]
     if len(nodes) == 1:
-        return _rows_of_node(crowded, direct)
+        return _rows_of_node(direct)
     table = [Row("of groups on one node", _DIRECT_TOO if _sizes(direct) else _MEMORY)]
     if len(set(nodes)) == 1:
         table += [
@@ -164,16 +133,8 @@ def rows(nodes: Sequence[int], crowded: bool, direct: DirectFrom | None) -> list
     return [*table, Row("all others", _MESSAGES)]
 
 
-def _rows_of_node(crowded: bool, direct: DirectFrom | None) -> list[Row]:
-    if direct is None:
-        exchanges = f"all_to_all_single from {EXCHANGED_BY_MPI >> 10} KiB on, scatter"
-        table = [Row(exchanges, _MESSAGES)]
-        if crowded:
-            table.append(Row(_TRADES, _MESSAGES_IF_CROWDED))
-        return [*table, Row("all others", _MEMORY)]
+def _rows_of_node(direct: DirectFrom | None) -> list[Row]:
     table = [Row("scatter", _MESSAGES)]
-    if crowded:
-        table.append(Row("gather", _MESSAGES_IF_CROWDED))
     if _sizes(direct):
         table.append(Row(", ".join(_sizes(direct)), _DIRECT))
     return [*table, Row("all others", _MEMORY)]

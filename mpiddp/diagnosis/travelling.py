@@ -42,8 +42,7 @@ def report_memory(world: MPI.Comm) -> list[Finding]:
     sizes = world.allgather(node.Get_size())
     of_first = node.Get_size() if node.Get_rank() == 0 else 0
     node_sizes = [size for size in world.allgather(of_first) if size]
-    crowded = nodes.is_crowded(node)
-    direct = _measured(node, crowded)
+    direct = _measured(node)
     is_readable = all(world.allgather(direct is not None))
     problems = [text for text in world.allgather(problem) if text]
     node.Free()
@@ -67,10 +66,10 @@ def report_memory(world: MPI.Comm) -> list[Finding]:
         used = "shared memory" if min(sizes) == world.Get_size() else "lanes between the nodes"
     gradients = Finding("ok", f"gradients on the CPU: {used} (transport {name!r})")
     ways = direct if is_readable else None
-    return [memory, gradients, *_collectives(node_sizes, bool(problems), crowded, ways)]
+    return [memory, gradients, *_collectives(node_sizes, bool(problems), ways)]
 
 
-def _measured(node: MPI.Comm, crowded: bool) -> way_table.DirectFrom | None:
+def _measured(node: MPI.Comm) -> way_table.DirectFrom | None:
     """Return when the ranks of a node read each other's memory. Collective over `node`."""
     from mpiddp.collectives.measured_ways import measure
     from mpiddp.collectives.node_memory import NodeMemory
@@ -85,26 +84,23 @@ def _measured(node: MPI.Comm, crowded: bool) -> way_table.DirectFrom | None:
         return None  # on all its ranks
     if not memory.is_readable:
         return None
-    return measure(memory, node, Requests(Engine(threaded=False), crowded=crowded))
+    requests = Requests(Engine(threaded=False), crowded=nodes.is_crowded(node))
+    return measure(memory, node, requests)
 
 
 def _collectives(
-    sizes: list[int],
-    is_impossible: bool,
-    crowded: bool,
-    direct: way_table.DirectFrom | None,
+    sizes: list[int], is_impossible: bool, direct: way_table.DirectFrom | None
 ) -> list[Finding]:
     """Return how the collectives of torch.distributed travel.
 
     Args:
         sizes: how many ranks each node has.
         is_impossible: whether those of a node share no memory.
-        crowded: whether they are more than the node's cores.
         direct: when those of a node read each other's memory; None: they may not.
     """
     asked = settings.COLLECTIVES.read()
     alone = asked == "messages" or is_impossible
-    table = way_table.rows([1] * len(sizes) if alone else sizes, crowded, direct)
+    table = way_table.rows([1] * len(sizes) if alone else sizes, direct)
     variable = f"({settings.COLLECTIVES.name}={asked})"
     found = [
         Finding("ok", f"collectives on the CPU, {row.collectives}: {row.way} {variable}")

@@ -81,7 +81,6 @@ class OperationRunner(OperationErrors):
         self._until = 0.0
         self.state = GroupState(self)
         self.engine: Engine = requests.engine
-        self.crowded = requests.crowded
         self.completion = completion
         self.timeout: timedelta = timeout
         # How many collectives this rank has called, and the last: for the roll call.

@@ -234,16 +234,7 @@ def test_what_has_other_sizes_on_each_rank_goes_by_messages() -> None:
 # Elements of the smallest part: nothing, one round, and many.
 @pytest.mark.parametrize("count", [0, 3, 200_000])
 class TestSizesThatDiffer:
-    """Each rank has another size for each; the largest say how many rounds there are.
-
-    Where the ranks are more than the cores, these go by messages, unless they read each other's
-    memory.
-    """
-
-    @pytest.fixture(params=[False, True], ids=["cores enough", "crowded"], autouse=True)
-    def crowded(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-        monkeypatch.setattr(group(), "crowded", request.param)
-        return bool(request.param)
+    """Each rank has another size for each; the largest say how many rounds there are."""
 
     def part(self, of: int, to: int, count: int) -> torch.Tensor:
         return numbers(count * (1 + of) * (2 if to == 1 else 1) + to, of + 10 * to)
@@ -293,16 +284,17 @@ class TestSizesThatDiffer:
             expected = [self.part(of, rank(), count) for of in ranks]
             assert all(map(torch.equal, outputs, expected))
 
-    def test_messages_are_sent_where_cores_are_few(
-        self, count: int, crowded: bool, way: str, monkeypatch: pytest.MonkeyPatch
+    def test_only_a_scatter_sends_messages(
+        self, count: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         sent = []
         send = point_to_point.send_bytes
         monkeypatch.setattr(point_to_point, "send_bytes", lambda *a: sent.append(a) or send(*a))
         self.test_all_to_all(count)
         self.test_all_gather(count)
-        assert bool(sent) is (crowded and way == "copied")
-        self.test_gather_and_scatter(count)  # which scatters by messages
+        assert not sent
+        self.test_gather_and_scatter(count)
+        assert len(sent) == (size() - 1 if rank() == 1 else 0)
 
 
 class TestAwaitedCallers:

@@ -22,35 +22,28 @@ def test_nodes_of_a_group() -> None:
 
 def test_rows() -> None:
     measured = way_table.DirectFrom(256 << 10, 1 << 20, 4 << 20)
-    scatter, direct, memory = way_table.rows([2], False, measured)
+    scatter, direct, memory = way_table.rows([2], measured)
     assert scatter == ("scatter", "MPI's calls and messages")
     sizes = "all that is moved from 256 KiB on, sums from 1024 KiB on, all_reduce from 4096 KiB on"
     assert direct == (sizes, "out of each other's memory")
     assert memory == ("all others", "in memory that all ranks share")
-    _, gather, direct, _ = way_table.rows([4], True, way_table.DirectFrom(sums=1 << 20))
-    assert gather.collectives == "gather"
+    _, direct, _ = way_table.rows([4], way_table.DirectFrom(sums=1 << 20))
     assert direct.collectives == "sums from 1024 KiB on"
-    assert way_table.rows([2], False, way_table.DirectFrom()) == [scatter, memory]
+    assert way_table.rows([2], way_table.DirectFrom()) == [scatter, memory]
+    assert way_table.rows([2], None) == [scatter, memory]  # they may not read each other's
 
 
-def test_rows_where_ranks_may_not_read_each_other() -> None:
-    ways = [row.way for row in way_table.rows([2], False, None)]
-    assert ways == ["MPI's calls and messages", "in memory that all ranks share"]
-    exchanges, messages, memory = way_table.rows([4], True, None)
-    assert exchanges.collectives == "all_to_all_single from 256 KiB on, scatter"
-    assert messages.collectives == "gather, all_to_all, all_to_all_single with splits"
-    assert messages.way.startswith("messages")
-    assert memory.collectives == "all others"
-    alone, *lanes, others = way_table.rows([2, 2], False, None)
+def test_rows_of_several_nodes() -> None:
+    alone, *lanes, others = way_table.rows([2, 2], None)
     assert alone == ("of groups on one node", "in memory that all ranks share")
-    assert "large ones" in way_table.rows([2, 2], False, way_table.DirectFrom(moves=1 << 20))[0].way
-    assert "large ones" not in way_table.rows([2, 2], False, way_table.DirectFrom())[0].way
+    assert "large ones" in way_table.rows([2, 2], way_table.DirectFrom(moves=1 << 20))[0].way
+    assert "large ones" not in way_table.rows([2, 2], way_table.DirectFrom())[0].way
     used = [size for size in way_table.lanes_from().values() if size is not None]
     assert len(lanes) == len(used) >= 3
     assert "reduce_scatter from 1 MiB on" in [row.collectives for row in lanes]
     assert others.way == "MPI's calls and messages"
-    assert len(way_table.rows([3, 2], False, None)) == 2
-    assert way_table.rows([1, 1], False, None) == [("all", "MPI's calls and messages")]
+    assert len(way_table.rows([3, 2], None)) == 2
+    assert way_table.rows([1, 1], None) == [("all", "MPI's calls and messages")]
 
 
 def test_where_torch_sees_a_gpu_nothing_is_read_directly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ TRIALS = 30
 
 @pytest.fixture(autouse=True)
 def memory() -> None:
-    if group().state.memory is None or group().crowded:
+    if group().state.memory is None or group().requests.crowded:
         pytest.skip("the ranks share no memory, or wait for each other's cores")
 
 
