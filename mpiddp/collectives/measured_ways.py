@@ -19,18 +19,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpiddp.collectives.node_memory import GROUPS
-from mpiddp.collectives.way_table import NEVER, DirectFrom
+from mpiddp.collectives.node_memory import GROUPS, NodeMemory
+from mpiddp.collectives.way_table import NEVER, DirectFrom, tries_to_read
+from mpiddp.engine.engine import Engine
+from mpiddp.engine.requests import Requests
+from mpiddp.mpi import nodes
 from mpiddp.system.kernels import ELEMENTS
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpiddp.collectives.group_memory import GroupMemory, MemoryPending
-    from mpiddp.collectives.node_memory import NodeMemory
-    from mpiddp.engine.requests import Requests
 
-__all__ = ["first_of", "measure"]
+__all__ = ["first_of", "measure", "measured_alone"]
 
 # Bytes of a rank's larger side. What is longer than the last goes as that does.
 _SIZES = (256 << 10, 1 << 20, 4 << 20)
@@ -79,6 +80,23 @@ def measure(memory: NodeMemory, node: MPI.Comm, requests: Requests) -> DirectFro
         node.Barrier()
         if node.Get_rank() == 0:
             group.clear()
+
+
+def measured_alone(node: MPI.Comm) -> DirectFrom | None:
+    """Return the same for the ranks of a node that make no group, for the doctor.
+
+    Collective over `node`. None: they share no memory, or may not read each other's.
+    """
+    if node.Get_size() == 1:
+        return DirectFrom()
+    try:
+        memory = NodeMemory(node, tries_to_read())
+    except OSError:
+        return None  # on all its ranks
+    if not memory.is_readable:
+        return None
+    requests = Requests(Engine(threaded=False), crowded=nodes.is_crowded(node))
+    return measure(memory, node, requests)
 
 
 def first_of(times: Iterable[tuple[int, float, float]]) -> int:

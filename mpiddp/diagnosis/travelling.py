@@ -30,6 +30,7 @@ def report_memory(world: MPI.Comm) -> list[Finding]:
     if world.Get_size() == 1:
         text = f"gradients on the CPU: nothing travels in a world of one; asked for: {name}"
         return [Finding("ok", text)]
+    from mpiddp.collectives.measured_ways import measured_alone
     from mpiddp.transports import shared_memory
 
     node = nodes.ranks_of_node(world)
@@ -42,7 +43,7 @@ def report_memory(world: MPI.Comm) -> list[Finding]:
     sizes = world.allgather(node.Get_size())
     of_first = node.Get_size() if node.Get_rank() == 0 else 0
     node_sizes = [size for size in world.allgather(of_first) if size]
-    direct = _measured(node)
+    direct = measured_alone(node)
     is_readable = all(world.allgather(direct is not None))
     problems = [text for text in world.allgather(problem) if text]
     node.Free()
@@ -67,25 +68,6 @@ def report_memory(world: MPI.Comm) -> list[Finding]:
     gradients = Finding("ok", f"gradients on the CPU: {used} (transport {name!r})")
     ways = direct if is_readable else None
     return [memory, gradients, *_collectives(node_sizes, bool(problems), ways)]
-
-
-def _measured(node: MPI.Comm) -> way_table.DirectFrom | None:
-    """Return when the ranks of a node read each other's memory. Collective over `node`."""
-    from mpiddp.collectives.measured_ways import measure
-    from mpiddp.collectives.node_memory import NodeMemory
-    from mpiddp.engine.engine import Engine
-    from mpiddp.engine.requests import Requests
-
-    if node.Get_size() == 1:
-        return way_table.DirectFrom()
-    try:
-        memory = NodeMemory(node, way_table.tries_to_read())
-    except OSError:
-        return None  # on all its ranks
-    if not memory.is_readable:
-        return None
-    requests = Requests(Engine(threaded=False), crowded=nodes.is_crowded(node))
-    return measure(memory, node, requests)
 
 
 def _collectives(
