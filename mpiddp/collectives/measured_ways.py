@@ -12,7 +12,6 @@ slowest of them has measured, so they go the same way. Both ways have the same b
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -40,6 +39,8 @@ _SIZES = (256 << 10, 1 << 20, 4 << 20)
 _TIMES = 4
 # What reading must win by: less is noise.
 _MARGIN = 0.95
+# Seconds to wait for other ranks, which are at work on the same.
+_PATIENCE = 60.0
 
 
 def measure(memory: NodeMemory, node: MPI.Comm, requests: Requests) -> DirectFrom:
@@ -51,6 +52,9 @@ def measure(memory: NodeMemory, node: MPI.Comm, requests: Requests) -> DirectFro
         memory: of these ranks, which can read each other's memory; it has no groups yet.
         node: the communicator that it was made for.
         requests: those of the process.
+
+    Raises:
+        RuntimeError: another rank has not come within a minute.
     """
     ranks = node.Get_size()
     group = memory.of_group(GROUPS - 1, ranks, node.Get_rank(), requests)
@@ -71,15 +75,14 @@ def measure(memory: NodeMemory, node: MPI.Comm, requests: Requests) -> DirectFro
     def all_reduce(size: int) -> MemoryPending:
         return group.reduce(here, here, size, float32, 0, float(ranks), -1, None)
 
-    try:
-        return DirectFrom(
-            *(first_of(_compared(group, node, call)) for call in (gather, reduce_parts, all_reduce))
-        )
-    finally:
-        group.close()
-        node.Barrier()
-        if node.Get_rank() == 0:
-            group.clear()
+    result = DirectFrom(
+        *(first_of(_compared(group, node, call)) for call in (gather, reduce_parts, all_reduce))
+    )
+    group.close()
+    node.Barrier()
+    if node.Get_rank() == 0:
+        group.clear()
+    return result
 
 
 def measured_alone(node: MPI.Comm) -> DirectFrom | None:
@@ -122,13 +125,20 @@ def _compared(
         seconds = []
         for least in (1, NEVER):
             group.read_directly(least, least, least)
-            seconds.append(min([_seconds(group, call, size) for _ in range(_TIMES)][1:]))
+            seconds.append(min([_seconds(node, group, call, size) for _ in range(_TIMES)][1:]))
         reading, copying = (max(all_of) for all_of in zip(*node.allgather(seconds), strict=True))
         yield size, reading, copying
 
 
-def _seconds(group: GroupMemory, call: Callable[[int], MemoryPending], size: int) -> float:
-    group.meet().wait(math.inf)
+def _seconds(
+    node: MPI.Comm, group: GroupMemory, call: Callable[[int], MemoryPending], size: int
+) -> float:
+    ended = group.meet().wait(_PATIENCE)
     began = time.perf_counter()
-    call(size).wait(math.inf)
+    if not ended or not call(size).wait(_PATIENCE):
+        raise RuntimeError(
+            f"rank {node.Get_rank()} of {node.Get_size()} ranks of this node has waited "
+            f"{_PATIENCE:g} s for the others, which start at the same time: one of them has died, "
+            "or stands still. Start the job again"
+        )
     return time.perf_counter() - began

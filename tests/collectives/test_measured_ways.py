@@ -9,9 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from group_data import group, rank, size
+from mpi4py import MPI
 
+from mpiddp.collectives import measured_ways
 from mpiddp.collectives.measured_ways import first_of
+from mpiddp.collectives.node_memory import NodeMemory
 from mpiddp.collectives.way_table import NEVER, DirectFrom
+from mpiddp.mpi import nodes
 
 ranks = pytest.mark.mpi(min_size=2)
 
@@ -57,6 +61,21 @@ def test_all_ranks_of_a_node_go_the_same_way(memory: Any) -> None:
 def test_new_groups_go_as_measured(memory: Any) -> None:
     made: Any = dist.new_group()
     assert made.state.memory.direct_from == memory.direct_from
+
+
+@ranks
+def test_a_rank_that_does_not_come_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start nobody watches for ranks that have died yet."""
+    monkeypatch.setattr(measured_ways, "_PATIENCE", 0.3)
+    node = nodes.ranks_of_node(MPI.COMM_WORLD)
+    if node.Get_size() == 1:
+        pytest.skip("a rank alone waits for nobody")
+    memory = NodeMemory(node)
+    if node.Get_rank() > 0:
+        with pytest.raises(RuntimeError, match=r"rank [1-9] of .* has waited 0.3 s for the others"):
+            measured_ways.measure(memory, node, group().requests)
+    node.Barrier()
+    node.Free()
 
 
 @ranks
