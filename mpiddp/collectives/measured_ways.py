@@ -75,10 +75,12 @@ def measure(memory: NodeMemory, node: MPI.Comm, requests: Requests) -> DirectFro
     def all_reduce(size: int) -> MemoryPending:
         return group.reduce(here, here, size, float32, 0, float(ranks), -1, None)
 
-    result = DirectFrom(
-        *(first_of(_compared(group, node, call)) for call in (gather, reduce_parts, all_reduce))
-    )
-    group.close()
+    try:
+        result = DirectFrom(
+            *(first_of(_compared(group, node, call)) for call in (gather, reduce_parts, all_reduce))
+        )
+    finally:
+        group.close()
     node.Barrier()
     if node.Get_rank() == 0:
         group.clear()

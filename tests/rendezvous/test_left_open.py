@@ -50,7 +50,7 @@ def test_operations(tmp_path: Path) -> None:
     """Those that all ranks have called end before MPI is finalised, which may fail of them."""
     source = """
         from mpiddp.process_group import call_pages
-        call_pages.make_call_table = lambda world: None  # as between nodes
+        call_pages.make_call_table = lambda world, requests: None  # as between nodes
         mpiddp.init_process_group()
         for count in (5, 5000) * 2:
             torch.distributed.all_reduce(torch.ones(count), async_op=True)

@@ -8,7 +8,7 @@ import pytest
 from mpiddp.process_group import call_pages
 
 # As where the ranks of a node can share no memory.
-call_pages.make_call_table = lambda world: None
+call_pages.make_call_table = lambda world, requests: None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

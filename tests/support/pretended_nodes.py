@@ -49,7 +49,7 @@ def group_in_lanes(
     with monkeypatch.context() as patch:
         patch.setattr(nodes, "ranks_of_node", lambda comm: comm.Split(RANK // 2, RANK))
         if not _table:
-            table = call_pages.make_call_table(MPI.COMM_WORLD)
+            table = call_pages.make_call_table(MPI.COMM_WORLD, world._world.requests)
             assert table is not None
             _table.append(table)
         patch.setattr(world._world, "call_table", _table[0])
