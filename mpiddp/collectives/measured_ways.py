@@ -5,9 +5,9 @@ Note [Measured ways]
 In memory that ranks share each byte is copied twice, by the ranks. Out of another rank's memory it
 is copied once, by the kernel, which looks up each page. Which is faster depends on the machine: on
 one with Intel's processors reading won from 128 KiB on, on one with AMD's it lost at every size, by
-1.4 to 3 times. No table can know that, so the ranks try both when the first of their groups is
-made: on the longest first, and on shorter ones as long as reading wins. All of a node take what the
-slowest of them has measured, so they go the same way. Both ways have the same bits.
+1.3 to 3 times. No table can know that, so the ranks try both when they start: on the longest first,
+and on shorter ones as long as reading wins. All of a node take what the slowest of them has
+measured, so they go the same way. Both ways have the same bits.
 """
 
 from __future__ import annotations
