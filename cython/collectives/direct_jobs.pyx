@@ -17,6 +17,9 @@ The rounds are those of Note [Rounds in memory]:
 * In the last one a rank says that it has read all. Who was read from waits for that of the others:
   then its tensors are its own again. Nothing is shown, so nobody waits for it longer than that.
 
+In a deal nobody is waited for but the root, which waits until all have read. Both see from the
+largest part whether anything is read; what is short is in the root's half.
+
 In a broadcast there is work for one more. A rank takes up one piece after the other, and the root
 takes up pieces of those that have come, too, and writes them into their memory. Who comes late is
 not waited for: each rank could read all by itself. The root also gets a sum so, from all ranks.
@@ -34,9 +37,9 @@ from libc.stdint cimport uint32_t
 from libc.string cimport memcpy
 
 from mpiddp.collectives.memory_jobs cimport (
-    CLOSE, COLLECT, EXCHANGE, FILL, GATHER_ALL, HALF_BYTES, MEET, MOST_RANKS, REDUCE_ALL,
-    REDUCE_PARTS, REDUCE_TO_ROOT, SPIN, SPREAD, TAKE, TRADE, all_have_begun, begin_round, half,
-    has_begun, keep_own, line, reduce_parts, slice_bytes,
+    CLOSE, COLLECT, DEAL, EXCHANGE, FILL, GATHER_ALL, HALF_BYTES, MEET, MOST_RANKS, REDUCE_ALL,
+    REDUCE_PARTS, REDUCE_TO_ROOT, SPIN, SPREAD, TAKE, all_have_begun, begin_round, half,
+    has_begun, has_own_sizes, keep_own, line, reduce_parts, slice_bytes,
 )
 from mpiddp.collectives.memory_jobs cimport advance as advance_in_halves
 from mpiddp.engine.interface cimport ADVANCE_BLOCKED, ADVANCE_DONE, ADVANCE_SOME
@@ -94,11 +97,10 @@ cdef double LAST_WRITE = 1.0
 
 
 cdef struct Shown:
-    # At the beginning of a half. Of collectives with parts, and of trades, an address of each
-    # rank's part follows.
+    # At the beginning of a half. Of collectives with parts an address of each rank's part follows.
     char *source
     char *target
-    size_t largest          # of a trade: the most bytes that the rank has for another
+    size_t largest          # of a trade or a deal: the most bytes that the rank has for another
     int process
     char padding[CACHE_LINE - 28]
 
@@ -116,7 +118,7 @@ cdef inline char **addresses(Shown *of) noexcept nogil:
 
 
 cdef inline size_t rows_bytes(MemoryState *state) noexcept nogil:
-    """What a half of a trade begins with."""
+    """What a half of a trade or a deal begins with."""
     return (
         sizeof(Shown) + (state.ranks * sizeof(char *) + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
     )
@@ -133,7 +135,7 @@ cdef bint goes_directly(MemoryState *state, MemoryJob *job) noexcept nogil:
     cdef size_t least = state.moves_from
     if least == 0 or job.kind == MEET:
         return False
-    if job.kind == TRADE:
+    if has_own_sizes(job):
         return least < NEVER
     if job.kind == REDUCE_ALL:
         least = state.all_reduces_from
@@ -196,9 +198,11 @@ cdef void say_where(MemoryState *state, MemoryJob *job) noexcept nogil:
     cdef size_t part = traded_bytes(state)
     cdef uint32_t rank
     job.shown = state.round + 1
+    if job.kind == DEAL and state.rank != job.root:
+        return
     own = shown(state, job, state.rank)
     own.source, own.target, own.process = job.source, job.target, getpid()
-    if job.kind == TRADE:
+    if has_own_sizes(job):
         own.largest = job.size
         for rank in range(state.ranks):
             addresses(own)[rank] = job.sources[rank]
@@ -318,7 +322,7 @@ cdef inline size_t slice_of(MemoryState *state, MemoryJob *job, uint32_t rank) n
 
 
 cdef int receive(MemoryState *state, MemoryJob *job) noexcept nogil:
-    """Take what other ranks trade."""
+    """Take what other ranks trade, or the root deals out."""
     cdef size_t *sizes = job.sizes + state.ranks
     cdef size_t part = traded_bytes(state)
     cdef uint32_t turn, rank
@@ -326,6 +330,8 @@ cdef int receive(MemoryState *state, MemoryJob *job) noexcept nogil:
     keep_own(state, job)
     for turn in range(state.ranks):
         rank = (state.rank + turn) % state.ranks
+        if job.kind == DEAL and rank != job.root:
+            continue
         theirs = shown(state, job, rank)
         job.size = max(job.size, theirs.largest)
         if rank == state.rank:
@@ -363,7 +369,7 @@ cdef int take(MemoryState *state, MemoryJob *job) noexcept nogil:
         return (
             help_others(state, job) if state.rank == job.root else read_root(state, job)
         )
-    if job.kind == TRADE:
+    if has_own_sizes(job):
         return receive(state, job)
     for turn in range(state.ranks):
         rank = (state.rank + turn) % state.ranks
@@ -398,8 +404,24 @@ cdef inline int only_reads(MemoryState *state, MemoryJob *job) noexcept nogil:
     return job.kind == SPREAD and state.rank != job.root
 
 
+cdef inline int is_all_shown(MemoryState *state, MemoryJob *job) noexcept nogil:
+    """Return whether all fits into the halves, so that nobody reads anything else."""
+    return has_own_sizes(job) and job.size <= traded_bytes(state)
+
+
+cdef int deal_is_due(MemoryState *state, MemoryJob *job) noexcept nogil:
+    """Return whether those have come that the next step of a deal waits for."""
+    if state.rank == job.root:
+        if job.phase == TAKE or job.phase == CLOSE and is_all_shown(state, job):
+            return 1
+        return all_have_begun(state, state.round)
+    return job.phase != TAKE or has_begun(state, job.root, state.round)
+
+
 cdef int is_due(MemoryState *state, MemoryJob *job) noexcept nogil:
     """Return whether the ranks that the next step waits for have come."""
+    if job.kind == DEAL:
+        return deal_is_due(state, job)
     if only_reads(state, job):
         if job.phase == TAKE:
             return has_begun(state, job.root, state.round)
@@ -435,8 +457,7 @@ cdef int step(MemoryState *state, MemoryJob *job) noexcept nogil:
             job.phase = COLLECT
             return 1
         job.phase = COLLECT if job.kind == REDUCE_ALL else CLOSE
-        # In a trade nobody reads anything any more where all fits into halves.
-        if job.kind != TRADE or job.size > traded_bytes(state):
+        if not is_all_shown(state, job):
             begin_round(state)
     elif job.phase == COLLECT:
         if not only_reads(state, job) and not collect(state, job):

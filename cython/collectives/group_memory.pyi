@@ -43,6 +43,7 @@ class GroupMemory:
         targets: Sequence[int],
         sizes: Sequence[int],
         memory: object,
+        root: int = -1,
     ) -> MemoryPending: ...
     def exchange(
         self, sources: Sequence[int], targets: Sequence[int], size: int, memory: object

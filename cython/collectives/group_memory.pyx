@@ -23,8 +23,8 @@ from libc.string cimport memset
 
 from mpiddp.collectives.direct_jobs cimport advance, goes_directly, leave
 from mpiddp.collectives.memory_jobs cimport (
-    EXCHANGE, FILL, GATHER_ALL, HEAD_BYTES, MEET, REDUCE_ALL, REDUCE_PARTS,
-    REDUCE_TO_ROOT, REGION_BYTES, SPREAD, TRADE, MemoryJob, MemoryState, has_shown_all,
+    DEAL, EXCHANGE, FILL, GATHER_ALL, HEAD_BYTES, MEET, REDUCE_ALL, REDUCE_PARTS, REDUCE_TO_ROOT,
+    REGION_BYTES, SPREAD, TRADE, MemoryJob, MemoryState, has_shown_all,
 )
 from mpiddp.collectives.patience cimport drive, patience
 from mpiddp.engine.engine cimport WAIT_DONE, look_if_due
@@ -225,7 +225,7 @@ cdef class GroupMemory:
         pending.job_state.targets = addresses_of(targets, self.state.ranks)
         return self.start(pending, memory)
 
-    def trade(self, sources, targets, sizes, memory):
+    def trade(self, sources, targets, sizes, memory, int root=-1):
         """Send each rank as many bytes as there are for it, and take those that it has.
 
         Args:
@@ -233,12 +233,14 @@ cdef class GroupMemory:
             targets: the same.
             sizes: bytes for each rank, and then from each.
             memory: what is kept.
+            root: the only rank that has something for others; -1: all may.
         """
         cdef MemoryPending pending = MemoryPending.__new__(MemoryPending)
         cdef Py_ssize_t number
         cdef Py_ssize_t own = self.state.rank
         assert len(sizes) == 2 * self.state.ranks
-        pending.job_state.kind = TRADE
+        pending.job_state.kind = TRADE if root < 0 else DEAL
+        pending.job_state.root = <unsigned int>max(root, 0)
         pending.job_state.sources = addresses_of(sources, self.state.ranks)
         pending.job_state.targets = addresses_of(targets, self.state.ranks)
         pending.job_state.sizes = <size_t *>calloc(len(sizes), sizeof(size_t))

@@ -27,6 +27,7 @@ cdef enum Kind:
     SPREAD                  # all ranks get the root's `source`
     EXCHANGE                # each rank gets each rank's part for it
     TRADE                   # the same, where parts have sizes of their own
+    DEAL                    # each rank gets the root's part for it, of a size of its own
 
 
 cdef enum Phase:
@@ -77,8 +78,8 @@ cdef struct MemoryJob:
     char *target
     char **sources          # for each rank its part, where there are parts
     char **targets
-    size_t *sizes           # of a trade: bytes for each rank, and then from each
-    size_t size             # bytes that each rank shows in all, or for each rank; of a trade, ...
+    size_t *sizes           # of a trade or a deal: bytes for each rank, and then from each
+    size_t size             # bytes that each rank shows in all, or for each rank; of these, ...
     # ... the most that any rank has for another, from the first round on
     size_t at               # of these, how many are done
     uint32_t shown          # the round in which ranks said where their tensors are, ...
@@ -87,6 +88,7 @@ cdef struct MemoryJob:
 
 
 cdef Advance advance(Transport *transport, Job *job, int helping) noexcept nogil
+cdef int has_own_sizes(MemoryJob *job) noexcept nogil
 cdef bint has_shown_all(MemoryState *state, MemoryJob *job) noexcept nogil
 
 # For direct_jobs.pyx, where ranks read each other's memory, and for lane_jobs.pyx, which goes on

@@ -10,7 +10,7 @@ and a rank begins a round only after it has ended the one before, so:
 
 * A line that says n also says that its rank reads nothing of round n - 1 or before any more. A rank
   may write its half for round n as soon as all lines say n - 1: nobody reads of n - 2 any more.
-  That is the only rule; the root of a broadcast may so be a round ahead of the others.
+  That is the only rule; the root of a broadcast or a deal may so be a round ahead of the others.
 * No counter is reset, and none is shared by writers. Numbers wrap around at 2^32; only differences
   are compared.
 
@@ -18,8 +18,8 @@ The store of a number releases what was written before, and the load that sees i
 what a rank reads of a half was written before, and what it has read, before its next store, is not
 overwritten. That is all the order that there is, on x86 and on Arm.
 
-Where a rank has another size for each other one (a trade), all say the largest of theirs in the
-first round: so all know how many rounds there are.
+Where a rank has another size for each other one (a trade, or of the root alone a deal), it says the
+largest of them in the first round: so all know how many rounds there are.
 
 All reduce in order of rank, so they have the same bits. What is short each rank reduces as a whole,
 in one meeting. Of what is longer it reduces a slice, shows that in the next round, and takes the
@@ -92,8 +92,13 @@ cdef inline size_t part_bytes(MemoryState *state) noexcept nogil:
     return HALF_BYTES // state.ranks // CACHE_LINE * CACHE_LINE
 
 
+cdef int has_own_sizes(MemoryJob *job) noexcept nogil:
+    """Return whether parts have sizes of their own, which not all ranks know."""
+    return job.kind == TRADE or job.kind == DEAL
+
+
 cdef inline size_t traded_bytes(MemoryState *state) noexcept nogil:
-    """The same for a trade, whose halves begin with a line of their own."""
+    """The same for these, whose halves begin with a line of their own."""
     return (HALF_BYTES - CACHE_LINE) // state.ranks // CACHE_LINE * CACHE_LINE
 
 
@@ -101,7 +106,7 @@ cdef size_t bytes_of_round(MemoryState *state, MemoryJob *job) noexcept nogil:
     cdef size_t most = HALF_BYTES
     if job.kind == REDUCE_PARTS or job.kind == EXCHANGE:
         most = part_bytes(state)
-    elif job.kind == TRADE:
+    elif has_own_sizes(job):
         most = traded_bytes(state)
     return min(most, job.size - job.at)
 
@@ -116,7 +121,7 @@ cdef size_t slice_bytes(MemoryState *state, size_t size) noexcept nogil:
 
 
 cdef void offer(MemoryState *state, MemoryJob *job, char *place) noexcept nogil:
-    """Show what other ranks get in a round of a trade."""
+    """Show what other ranks get in a round of a trade or a deal."""
     cdef size_t part = traded_bytes(state)
     cdef uint32_t rank
     if job.at == 0:
@@ -130,7 +135,7 @@ cdef void offer(MemoryState *state, MemoryJob *job, char *place) noexcept nogil:
 
 
 cdef void keep_own(MemoryState *state, MemoryJob *job) noexcept nogil:
-    """Copy what a rank has for itself in a trade."""
+    """Copy what a rank has for itself in a trade or a deal."""
     cdef char *source = job.sources[state.rank]
     cdef char *target = job.targets[state.rank]
     if source != target and source != NULL and target != NULL:
@@ -138,13 +143,15 @@ cdef void keep_own(MemoryState *state, MemoryJob *job) noexcept nogil:
 
 
 cdef void receive(MemoryState *state, MemoryJob *job) noexcept nogil:
-    """Take what other ranks offer in a round of a trade."""
+    """Take what other ranks offer in a round of a trade or a deal."""
     cdef size_t part = traded_bytes(state)
     cdef size_t *sizes = job.sizes + state.ranks
     cdef uint32_t rank
     if job.at == 0:
         keep_own(state, job)
     for rank in range(state.ranks):
+        if job.kind == DEAL and rank != job.root:
+            continue
         if job.at == 0:
             job.size = max(job.size, (<size_t *>half(state, rank, state.round))[0])
         if rank != state.rank and sizes[rank] > job.at:
@@ -168,12 +175,19 @@ cdef void show_slices(
             memcpy(place + first, data + first, min(each, size - first))
 
 
+cdef inline int shows_something(MemoryState *state, MemoryJob *job) noexcept nogil:
+    if job.kind == SPREAD or job.kind == DEAL:
+        return state.rank == job.root
+    return job.kind != MEET
+
+
 cdef void fill(MemoryState *state, MemoryJob *job, size_t size) noexcept nogil:
     cdef char *place = half(state, state.rank, state.round + 1)
     cdef size_t part = part_bytes(state)
     cdef uint32_t rank
-    if job.kind == TRADE:
-        offer(state, job, place)
+    if has_own_sizes(job):
+        if shows_something(state, job):
+            offer(state, job, place)
         return
     if size == 0:
         return
@@ -189,7 +203,7 @@ cdef void fill(MemoryState *state, MemoryJob *job, size_t size) noexcept nogil:
 
 cdef int may_take(MemoryState *state, MemoryJob *job) noexcept nogil:
     """Return whether what this rank takes in the round is there."""
-    if job.kind == SPREAD:
+    if job.kind == SPREAD or job.kind == DEAL:
         return state.rank == job.root or has_begun(state, job.root, state.round)
     if job.kind == REDUCE_TO_ROOT and state.rank != job.root:
         return 1
@@ -265,7 +279,7 @@ cdef int take(MemoryState *state, MemoryJob *job, size_t size) noexcept nogil:
                 memcpy(job.targets[rank] + job.at, half(state, rank, state.round), size)
             elif job.targets[rank] != job.source:
                 memcpy(job.targets[rank] + job.at, job.source + job.at, size)
-    elif job.kind == TRADE:
+    elif has_own_sizes(job):
         receive(state, job)
     elif job.kind == EXCHANGE:
         for rank in range(state.ranks):
@@ -291,10 +305,6 @@ cdef void collect(MemoryState *state, char *target, size_t size) noexcept nogil:
             )
 
 
-cdef inline int shows_something(MemoryState *state, MemoryJob *job) noexcept nogil:
-    return job.kind != MEET and (job.kind != SPREAD or state.rank == job.root)
-
-
 cdef int is_due(MemoryState *state, MemoryJob *job) noexcept nogil:
     """Return whether the ranks that the next step waits for have come."""
     if job.phase == FILL:
@@ -306,7 +316,7 @@ cdef bint has_shown_all(MemoryState *state, MemoryJob *job) noexcept nogil:
     """Return whether nothing is left but to take what the others show, in the last round."""
     cdef size_t size = bytes_of_round(state, job)
     return (
-        state.current == job and job.phase == TAKE and job.kind != TRADE
+        state.current == job and job.phase == TAKE and not has_own_sizes(job)
         and job.at + size == job.size and not is_sliced(job, size)
     )
 
@@ -354,7 +364,7 @@ cdef Advance advance(Transport *transport, Job *job_, int helping) noexcept nogi
             begin_round(state)
             job.phase = COLLECT
             continue
-        if job.kind == TRADE:
+        if has_own_sizes(job):
             size = bytes_of_round(state, job)   # others may have more
         job.at += size
         job.phase = FILL

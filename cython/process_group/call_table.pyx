@@ -9,8 +9,9 @@ the same. The rank that comes first writes the word, and each later one compares
 calls do not fit together the later one finds it, and sends nothing. Nobody waits for anybody: it
 costs one atomic operation on a word of the cache.
 
-Where each rank may send another number of bytes to each, as in a gather, the two ends of a message
-compare in the same way, in a word of their own.
+Where each rank may send another number of bytes to each, the two ends of a message compare in the
+same way, in a word of their own. A gather or a scatter has one for each rank, an all_to_all one for
+each two.
 
 The page also says that the group is broken: some rank has waited in vain, or has found a
 difference. Then the ranks may be at different operations, and whoever comes later sends nothing.
@@ -44,14 +45,16 @@ cdef extern from *:
 
 cdef enum:
     PAGES = 1024
-    WORDS = 4096        # of a page: 32 KiB, of which what is never used takes no memory
+    WORDS = 8192        # of a page: 64 KiB, of which what is never used takes no memory
     # The first words: how many ranks use the page, and at which collective the group was broken.
     MEMBERS = 0
     BROKEN_AT = 1
     FIRST = 8           # a cache line further on
     LAST = 512
-    # From there on, those of messages between two ranks.
-    PAIRS = WORDS - LAST
+    # From there on, those of messages between a root and each rank, ...
+    ROOTED = 1536
+    # ... and those of messages between any two ranks.
+    PAIRS = WORDS - LAST - ROOTED
     # What a rank calls that raises an error of its own before anything is sent.
     REFUSED = 1
 
@@ -207,7 +210,9 @@ cdef class CallPage:
     cdef int compare(self, long long number, unsigned long long digest) noexcept:
         return self.compare_word(&self.words[FIRST + number % (LAST - FIRST)], number, digest)
 
-    def exchange(self, long long number, Py_ssize_t rank, sent, expected, here):
+    def exchange(
+        self, long long number, Py_ssize_t rank, sent, expected, here, Py_ssize_t root=-1
+    ):
         """Say how many bytes go to each rank and are to come from each; return whose do not fit.
 
         Args:
@@ -216,18 +221,29 @@ cdef class CallPage:
             sent: for each rank, the bytes that it gets.
             expected: for each rank, those that it sends.
             here: the ranks that share the page.
+            root: the one from which, or to which, everything goes; -1: there is none.
 
         Returns:
             The first rank whose numbers differ, -1 for none. With very many ranks nothing is
             compared.
         """
         cdef Py_ssize_t size = len(sent)
-        cdef Py_ssize_t sets = PAIRS // (size * size)
+        cdef Py_ssize_t sets = ROOTED // size if root >= 0 else PAIRS // (size * size)
         cdef Py_ssize_t other
         cdef word_t *words
         if sets == 0:
             return -1
-        words = &self.words[LAST + number % sets * size * size]
+        if root >= 0:
+            words = &self.words[LAST + number % sets * size]
+            for other in here if rank == root else [root] if root in here else []:
+                # One of the two is nothing.
+                if other != rank and self.compare_word(
+                    &words[rank if other == root else other], number,
+                    _folded(sent[other] + expected[other]),
+                ):
+                    return other
+            return -1
+        words = &self.words[LAST + ROOTED + number % sets * size * size]
         for other in here:
             if other != rank and (
                 self.compare_word(&words[rank * size + other], number, _folded(sent[other]))

@@ -1,16 +1,16 @@
 """torch's calls that take the short way of a collective where nothing is unusual about them.
 
 The methods have torch's names; those of `ProcessGroup` say what they do, and do whatever these
-leave to them, see `DirectWay`. A scatter is not here: its messages wait for no other rank.
+leave to them, see `DirectWay`.
 """
 
 from torch._C._distributed_c10d import (
     AllgatherOptions, AllreduceOptions, AllToAllOptions, BarrierOptions, BroadcastOptions,
-    DebugLevel, GatherOptions, ReduceOptions, ReduceScatterOptions, get_debug_level,
+    DebugLevel, GatherOptions, ReduceOptions, ReduceScatterOptions, ScatterOptions, get_debug_level,
 )
 
 from mpiddp.collectives.memory_jobs cimport (
-    EXCHANGE, GATHER_ALL, MEET, REDUCE_ALL, REDUCE_PARTS, REDUCE_TO_ROOT, SPREAD, TRADE,
+    DEAL, EXCHANGE, GATHER_ALL, MEET, REDUCE_ALL, REDUCE_PARTS, REDUCE_TO_ROOT, SPREAD, TRADE,
 )
 from mpiddp.process_group.direct_way cimport DirectWay, Plan, plan_of
 from mpiddp.collectives import movement
@@ -22,6 +22,7 @@ _REDUCE_SCATTER = code_of_name("reduce_scatter")
 _BROADCAST = code_of_name("broadcast")
 _ALL_GATHER = code_of_name("all_gather")
 _GATHER = code_of_name("gather")
+_SCATTER = code_of_name("scatter")
 _ALL_TO_ALL = code_of_name("all_to_all")
 _BARRIER = code_of_name("barrier")
 
@@ -36,8 +37,8 @@ def install(group):
     calls = DirectCalls(group)
     for name in (
         "allreduce", "reduce", "broadcast", "allgather", "all_gather_single", "_allgather_base",
-        "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base", "gather", "alltoall",
-        "all_to_all_single", "alltoall_base", "barrier",
+        "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base", "gather", "scatter",
+        "alltoall", "all_to_all_single", "alltoall_base", "barrier",
     ):
         setattr(group, name, getattr(calls, name))
 
@@ -281,7 +282,7 @@ cdef class DirectCalls(DirectWay):
                 and 0 <= opts.rootRank < ranks
             ):
                 source = self.plain(inputs[0], &dtype, &size)
-                root = plan.detail = opts.rootRank
+                root = plan.root = plan.detail = opts.rootRank
                 sizes, expected = [0] * ranks, []
                 sources, targets = [0] * ranks, None
                 sizes[root], sources[root] = size, <size_t>source
@@ -301,6 +302,41 @@ cdef class DirectCalls(DirectWay):
                     if done is not None:
                         return done
         return self.long_way("gather", arguments, named)
+
+    def scatter(self, *arguments, **named):
+        cdef Plan plan = plan_of(DEAL, _SCATTER, 0)
+        cdef int dtype = -1
+        cdef size_t size = 0
+        cdef Py_ssize_t rank = self.memory.state.rank, ranks = self.memory.state.ranks
+        cdef char *target
+        if len(arguments) == 3 and not named:
+            outputs, lists, opts = arguments
+            if (
+                self.may_go(opts, ScatterOptions)
+                and type(lists) is list and type(outputs) is list and len(outputs) == 1
+                and 0 <= opts.rootRank < ranks
+            ):
+                target = self.plain(outputs[0], &dtype, &size)
+                root = plan.root = plan.detail = opts.rootRank
+                sizes, expected = [], [0] * ranks
+                sources, targets = None, [0] * ranks
+                expected[root], targets[root] = size, <size_t>target
+                if rank != root:
+                    sources, sizes = [0] * ranks, [0] * ranks
+                elif target != NULL and len(lists) == 1:
+                    sources = self.plain_parts(lists[0], &dtype, sizes)
+                if (
+                    target != NULL and sources is not None
+                    and (rank != root or sizes[root] == size)
+                    and not overlaps_all(sources, sizes, targets, expected)
+                ):
+                    done = self.go(
+                        "scatter", root, outputs, opts, &plan, sources, targets, sizes + expected,
+                        arguments, outputs,
+                    )
+                    if done is not None:
+                        return done
+        return self.long_way("scatter", arguments, named)
 
     def alltoall(self, *arguments, **named):
         cdef Plan plan = plan_of(TRADE, _ALL_TO_ALL, 0)

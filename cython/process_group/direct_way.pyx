@@ -12,7 +12,7 @@ from torch._C import _len_torch_dispatch_stack
 
 from mpiddp.collectives.group_memory cimport GroupMemory, MemoryPending
 from mpiddp.collectives.memory_jobs cimport (
-    EXCHANGE, GATHER_ALL, MEET, REDUCE_ALL, REDUCE_PARTS, REDUCE_TO_ROOT, SPREAD,
+    DEAL, EXCHANGE, GATHER_ALL, MEET, REDUCE_ALL, REDUCE_PARTS, REDUCE_TO_ROOT, SPREAD,
 )
 from mpiddp.collectives.patience cimport WaitHabit
 from mpiddp.engine.forks cimport is_child
@@ -162,7 +162,7 @@ cdef class DirectWay:
         if self.page.enter(number, digest) != FITS:
             return False
         if sizes is not None and self.page.exchange(
-            number, self.memory.state.rank, sizes[:ranks], sizes[ranks:], self.state.here
+            number, self.memory.state.rank, sizes[:ranks], sizes[ranks:], self.state.here, plan.root
         ) >= 0:
             return False
         self.state.compared = number
@@ -217,7 +217,8 @@ cdef class DirectWay:
             return memory.gather(<size_t>plan.source, targets, plan.size, kept)
         if plan.kind == EXCHANGE:
             return memory.exchange(sources, targets, sizes[0], kept)
-        return memory.trade(sources, targets, sizes, kept)
+        return memory.trade(
+            sources, targets, sizes, kept, plan.root if plan.kind == DEAL else -1)
 
     cdef object work_of(
         self, MemoryPending pending, str name, object result, object opts, long long number,

@@ -152,8 +152,13 @@ def scatter(group: Group, outputs: Sequence[torch.Tensor], inputs: Lists, root: 
         if group.rank() == root:
             check_number(group, "scatter", "input", inputs[index])
             outgoing = [packing.dense(part) for part in inputs[index]]
-        # In memory all would wait for the last; messages go to those that have come.
-        pending += point_to_point.exchange(group, outgoing, incoming, by_messages=True)
+            outgoing = [
+                source
+                if to == root and source.data_ptr() == target.data_ptr()
+                else apart(source, targets)
+                for to, source in enumerate(outgoing)
+            ]
+        pending += point_to_point.exchange(group, outgoing, incoming, root)
     yield pending
     point_to_point.check_sizes(group, "scatter", pending)
     for target, tensor in zip(targets, outputs, strict=True):

@@ -116,7 +116,7 @@ def exchange(
     group: Group,
     outgoing: Sequence[torch.Tensor | None],
     incoming: Sequence[torch.Tensor | None],
-    by_messages: bool = False,
+    root: int = -1,
 ) -> list[Pending]:
     """Start sending each rank its bytes, and receiving from each. Collective.
 
@@ -124,7 +124,7 @@ def exchange(
         group: the process group.
         outgoing: for each rank a contiguous tensor, or None for nothing.
         incoming: the same.
-        by_messages: also where memory is shared.
+        root: the only rank that has something for others; -1: all may.
 
     Raises:
         ValueError: what this rank sends itself has another size than what it expects.
@@ -135,8 +135,8 @@ def exchange(
         raise ValueError(
             f"rank {own} sends {source.nbytes} bytes to itself, and expects {target.nbytes}"
         )
-    if group.state.memory is not None and not by_messages:
-        return [_traded(group, outgoing, incoming)]
+    if group.state.memory is not None:
+        return [_traded(group, outgoing, incoming, root)]
     waited = _messages(group, outgoing, incoming)
     if source is not None and target is not None:
         if source.dtype == target.dtype and source.shape == target.shape:
@@ -170,6 +170,7 @@ def _traded(
     group: Group,
     outgoing: Sequence[torch.Tensor | None],
     incoming: Sequence[torch.Tensor | None],
+    root: int,
 ) -> Pending:
     """Exchange in memory that the ranks share. Their sizes have been compared."""
 
@@ -182,7 +183,7 @@ def _traded(
         for tensor in tensors
     ]
     kept = (outgoing, incoming)
-    pending = group.memory.trade(addresses(outgoing), addresses(incoming), sizes, kept)
+    pending = group.memory.trade(addresses(outgoing), addresses(incoming), sizes, kept, root)
     return cast("Pending", pending)  # it has all methods that are called
 
 

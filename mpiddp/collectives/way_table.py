@@ -134,10 +134,9 @@ def rows(nodes: Sequence[int], direct: DirectFrom | None) -> list[Row]:
 
 
 def _rows_of_node(direct: DirectFrom | None) -> list[Row]:
-    table = [Row("scatter", _MESSAGES)]
-    if _sizes(direct):
-        table.append(Row(", ".join(_sizes(direct)), _DIRECT))
-    return [*table, Row("all others", _MEMORY)]
+    if not _sizes(direct):
+        return [Row("all", _MEMORY)]
+    return [Row(", ".join(_sizes(direct)), _DIRECT), Row("all others", _MEMORY)]
 
 
 def _sizes(direct: DirectFrom | None) -> list[str]:

@@ -135,7 +135,8 @@ class GroupState:
         elif call.elements is not None:
             size = call.tensors[0].element_size() if call.tensors else 1
             sent, expected = ([size * count for count in each] for each in call.elements())
-            other = self.page.exchange(self.compared, group.rank(), sent, expected, self.here)
+            root = call.detail if isinstance(call.detail, int) else -1
+            other = self.page.exchange(self.compared, group.rank(), sent, expected, self.here, root)
             if other >= 0:
                 own = group.describe_ranks([group.rank()])
                 there = group.describe_ranks([other])

@@ -223,8 +223,7 @@ def test_memory_goes_with_the_group() -> None:
     assert shared_bytes() < before + (1 << 20)  # what 40 groups used is 40 times as much
 
 
-def test_what_has_other_sizes_on_each_rank_goes_by_messages() -> None:
-    """The choice must not depend on what only one rank knows."""
+def test_lists_of_sizes_that_differ() -> None:
     outputs = [torch.empty(of + 1) for of in range(size())]
     dist.all_gather(outputs, torch.full((rank() + 1,), float(rank())))
     for of, output in enumerate(outputs):
@@ -284,17 +283,79 @@ class TestSizesThatDiffer:
             expected = [self.part(of, rank(), count) for of in ranks]
             assert all(map(torch.equal, outputs, expected))
 
-    def test_only_a_scatter_sends_messages(
-        self, count: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.mark.parametrize("own", [True, False])
+    def test_scatters_one_after_the_other(self, count: int, own: bool) -> None:
+        """From changing roots, late ones too, some of which wait for nobody; and others between."""
+        every, works, pairs = range(size()), [], []
+        for number in range(4 * size()):
+            root = number // 2 % size()
+            if rank() == number % size():
+                time.sleep(0.003)
+            sent = [self.part(root, to + number, count) for to in every]
+            output = torch.empty_like(sent[rank()])
+            if rank() == root and own:
+                output.copy_(sent[root])
+                sent[root] = output  # its part is there already
+            parts = sent if rank() == root else None
+            works.append(dist.scatter(output, parts, root, async_op=bool(number % 3)))
+            pairs.append((output, self.part(root, rank() + number, count)))
+            if number % 4 == 0:
+                dist.all_reduce(total := torch.full((count + 1,), float(rank())))
+                assert total[-1] == sum(every)
+        for work, (output, expected) in zip(works, pairs, strict=True):
+            if work is not None:
+                work.wait()
+            assert torch.equal(output, expected)
+
+    def test_scatter_over_its_own_inputs(self, count: int) -> None:
+        """What the root gets may lie where another rank's part was."""
+        count += 1
+        for root in range(size()):
+            parts = list(numbers(count * size(), root).split(count))
+            dist.scatter(parts[0], parts if rank() == root else None, root)
+            expected = numbers(count * size(), root).split(count)[rank()]
+            assert torch.equal(parts[0], expected)
+
+    def test_the_root_may_write_to_its_inputs_again(self, count: int) -> None:
+        for root in range(size()):
+            parts = [self.part(root, to, count) for to in range(size())] if rank() == root else []
+            output = torch.empty_like(self.part(root, rank(), count))
+            if rank() != root:
+                time.sleep(0.02)
+            dist.scatter(output, parts or None, root)
+            for part in parts:
+                part.fill_(-1.0)
+            assert torch.equal(output, self.part(root, rank(), count))
+
+    def test_nothing_for_some(self, count: int) -> None:
+        output = torch.empty(count * rank())
+        parts = [numbers(count * to, to) for to in range(size())] if rank() == 0 else None
+        dist.scatter(output, parts)
+        assert torch.equal(output, numbers(count * rank(), rank()))
+
+    def test_none_sends_messages(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         sent = []
         send = point_to_point.send_bytes
         monkeypatch.setattr(point_to_point, "send_bytes", lambda *a: sent.append(a) or send(*a))
         self.test_all_to_all(count)
         self.test_all_gather(count)
-        assert not sent
         self.test_gather_and_scatter(count)
-        assert len(sent) == (size() - 1 if rank() == 1 else 0)
+        assert not sent
+
+
+@pytest.mark.parametrize("count", [3, 20_000])
+def test_a_scatter_waits_for_the_root_alone(count: int, way: str) -> None:
+    """Nor does the root wait for others, where all that it has fits into its half."""
+    dist.barrier()
+    if rank() == size() - 1:
+        time.sleep(0.8)
+    began = time.monotonic()
+    output = torch.empty(count)
+    dist.scatter(output, [numbers(count, to) for to in range(size())] if rank() == 0 else None)
+    took = time.monotonic() - began
+    assert torch.equal(output, numbers(count, rank()))
+    assert took < 0.6
+    dist.barrier()
 
 
 class TestAwaitedCallers:

@@ -128,6 +128,25 @@ def test_too_many_ranks_for_pairs(table: CallTable) -> None:
         assert page.exchange(1, rank, [rank] * 100, [0] * 100, range(100)) == -1
 
 
+@pytest.mark.parametrize("ranks", [3, 300])
+def test_messages_of_a_root(ranks: int, table: CallTable) -> None:
+    """Each other rank says what it sends the root, or gets from it; the root says all."""
+    page = table.page(table.take(ranks))
+    every, root = range(ranks), 2
+    nothing = [0] * ranks
+    for number in range(1, 5000 if ranks == 3 else 50):
+        own = [0, 0, 10 + number] + [0] * (ranks - 3)
+        assert page.exchange(number, 0, own, nothing, every, root) == -1
+        all_of = [10 + number] + [7 * place for place in every[1:]]
+        assert page.exchange(number, root, nothing, all_of, every, root) == -1
+        assert page.exchange(number, 1, [0, 0, *nothing[2:]], own, every, root) == root
+    assert page.exchange(number, 1, [0, 0, 7, *nothing[3:]], nothing, every, root) == -1
+    # From the root; who does not share its page compares nothing.
+    assert page.exchange(number + 1, 0, nothing, [0, 0, 5, *nothing[3:]], every, root) == -1
+    assert page.exchange(number + 1, 1, nothing, [0, 0, 5, *nothing[3:]], [0, 1], root) == -1
+    assert page.exchange(number + 1, root, [6, 4, 0, *nothing[3:]], nothing, every, root) == 0
+
+
 def test_only_ranks_of_the_node_are_compared(table: CallTable) -> None:
     page = table.page(table.take(2))
     assert page.exchange(1, 0, [0, 4, 8], [0, 5, 8], [0, 1]) == -1

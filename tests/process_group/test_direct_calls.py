@@ -95,6 +95,14 @@ def gather() -> None:
         assert all(torch.equal(output, of_rank(of)) for of, output in enumerate(outputs))
 
 
+def scatter() -> None:
+    root = size() - 1
+    sent = [of_rank(of) for of in range(size())] if rank() == root else None
+    output = torch.empty_like(of_rank(rank()))
+    dist.scatter(output, sent, root)
+    assert torch.equal(output, of_rank(rank()))
+
+
 def part(source: int, target: int) -> torch.Tensor:
     """Return what one rank sends to another: other sizes both ways."""
     return torch.full((1 + source + 2 * target,), 10.0 * source + target)
@@ -138,6 +146,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "mean for one": reduce(dist.ReduceOp.AVG),
     "largest for one": lambda: dist.reduce(torch.ones(3), 0, dist.ReduceOp.MAX),
     "gather": gather,
+    "scatter": scatter,
     "all_to_all": all_to_all,
     "all_to_all_single": all_to_all_single,
     "all_to_all_single with splits": all_to_all_splits,
@@ -220,6 +229,11 @@ def test_sizes_that_do_not_fit_are_told() -> None:
     """Of what may differ: both ends of a message must have the same."""
     calls: list[Callable[[Any], object]] = [
         lambda part: dist.gather(
+            torch.ones(3 + rank()),
+            [torch.ones(3) for _ in range(size())] if rank() == 0 else None,
+            group=part,
+        ),
+        lambda part: dist.scatter(
             torch.ones(3 + rank()),
             [torch.ones(3) for _ in range(size())] if rank() == 0 else None,
             group=part,

@@ -111,6 +111,12 @@ def in_memory(group: Any, count: int, dtype: np.dtype, number: int) -> None:
     sizes = [each.nbytes for each in uneven + taken]
     wait(group.trade(addresses(uneven), addresses(others), sizes, (uneven, others)))
     check(others, taken)
+    dealt, own_only = [np.zeros(RANK + 1)] * SIZE, [0] * SIZE
+    own_only[root] = dealt[root].nbytes
+    sizes = [each.nbytes if root == RANK else 0 for each in uneven] + own_only
+    sources = addresses(uneven) if root == RANK else [0] * SIZE
+    wait(group.trade(sources, addresses(dealt), sizes, (uneven, dealt), root))
+    check(dealt[root], taken[root])
     wait(group.meet())
 
 
