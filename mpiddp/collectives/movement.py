@@ -151,12 +151,11 @@ def scatter(group: Group, outputs: Sequence[torch.Tensor], inputs: Lists, root: 
         outgoing: Sequence[torch.Tensor | None] = nothing
         if group.rank() == root:
             check_number(group, "scatter", "input", inputs[index])
-            outgoing = [packing.dense(part) for part in inputs[index]]
+            sources = [packing.dense(part) for part in inputs[index]]
+            in_place = sources[root].data_ptr() == target.data_ptr()
             outgoing = [
-                source
-                if to == root and source.data_ptr() == target.data_ptr()
-                else apart(source, targets)
-                for to, source in enumerate(outgoing)
+                source if to == root and in_place else apart(source, targets)
+                for to, source in enumerate(sources)
             ]
         pending += point_to_point.exchange(group, outgoing, incoming, root)
     yield pending
