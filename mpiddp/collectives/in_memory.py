@@ -1,11 +1,12 @@
 """The collectives of a group whose ranks share memory, carried out there: see group_memory.pyx.
 
 Which way a collective takes depends on nothing that differs over ranks that call the same. What is
-not here, or has other sizes on each rank, goes by messages as elsewhere.
+not here is traded in memory, see `point_to_point.exchange`, or goes by messages as elsewhere.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -18,7 +19,6 @@ from mpiddp.mpi import datatypes
 from mpiddp.system.kernels import ELEMENTS
 
 if TYPE_CHECKING:
-    from mpiddp.collectives.movement import Lists
     from mpiddp.collectives.operation import Group, Operation
     from mpiddp.mpi.datatypes import ReductionRule
 
@@ -75,22 +75,20 @@ def _divisor(group: Group, by: _Reduction) -> float:
     return group.size() if by.how.divides else 1.0
 
 
-def _all_reduce(group: Group, tensors: Sequence[torch.Tensor], op: dist.ReduceOp) -> Operation:
-    by = _reduction(tensors[0].dtype, op) if len(tensors) == 1 else None
+def _all_reduce(group: Group, tensor: torch.Tensor, op: dist.ReduceOp) -> Operation:
+    by = _reduction(tensor.dtype, op)
     if by is None:
-        return (yield from reductions.all_reduce(group, tensors, op))
-    yield from _reduced(group, tensors[0], by, op, -1)
-    return list(tensors)
+        yield from reductions.all_reduce(group, [tensor], op)
+    else:
+        yield from _reduced(group, tensor, by, op, -1)
 
 
-def _reduce(
-    group: Group, tensors: Sequence[torch.Tensor], op: dist.ReduceOp, root: int
-) -> Operation:
-    by = _reduction(tensors[0].dtype, op) if len(tensors) == 1 else None
+def _reduce(group: Group, tensor: torch.Tensor, op: dist.ReduceOp, root: int) -> Operation:
+    by = _reduction(tensor.dtype, op)
     if by is None:
-        return (yield from reductions.reduce(group, tensors, op, root))
-    yield from _reduced(group, tensors[0], by, op, root)
-    return list(tensors)
+        yield from reductions.reduce(group, [tensor], op, root)
+    else:
+        yield from _reduced(group, tensor, by, op, root)
 
 
 def _reduced(
@@ -126,33 +124,25 @@ def _all_reduce_together(
 
 
 def _reduce_scatter(
-    group: Group, outputs: Sequence[torch.Tensor], inputs: Lists, op: dist.ReduceOp
+    group: Group, output: torch.Tensor, parts: Sequence[torch.Tensor], op: dist.ReduceOp
 ) -> Operation:
-    if len(outputs) == 1 and len({part.numel() for part in inputs[0]}) == 1:
-        reductions.check_parts(group, outputs[0], inputs[0])
-        by = _reduction(outputs[0].dtype, op)
-        if by is not None:
-            sources = [_contribution(group, part, by, op) for part in inputs[0]]
-            yield from _reduced_parts(group, outputs[0], sources, by)
-            return list(outputs)
-    return (yield from reductions.reduce_scatter(group, outputs, inputs, op))
+    equal = len({part.numel() for part in parts}) == 1
+    by = _reduction(output.dtype, op) if equal else None
+    if by is None:
+        yield from reductions.reduce_scatter(group, [output], [parts], op)
+    else:
+        sources = [_contribution(group, part, by, op) for part in parts]
+        yield from _reduced_parts(group, output, sources, by)
 
 
 def _reduce_scatter_single(
-    group: Group,
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    op: dist.ReduceOp,
+    group: Group, output: torch.Tensor, tensor: torch.Tensor, op: dist.ReduceOp
 ) -> Operation:
-    if len(outputs) == 1:
-        (output,), (tensor,) = outputs, inputs
-        reductions.check_single(group, output, tensor)
-        by = _reduction(output.dtype, op)
-        if by is not None:
-            whole = _contribution(group, tensor, by, op)
-            yield from _reduced_parts(group, output, [whole], by)
-            return list(outputs)
-    return (yield from reductions.reduce_scatter_single(group, outputs, inputs, op))
+    by = _reduction(output.dtype, op)
+    if by is None:
+        yield from reductions.reduce_scatter_single(group, [output], [tensor], op)
+    else:
+        yield from _reduced_parts(group, output, [_contribution(group, tensor, by, op)], by)
 
 
 def _reduced_parts(
@@ -174,45 +164,28 @@ def _reduced_parts(
     _finish(group, total, output, by)
 
 
-def _broadcast(group: Group, tensors: Sequence[torch.Tensor], root: int) -> Operation:
-    if len(tensors) != 1:
-        return (yield from movement.broadcast(group, tensors, root))
-    dense = packing.dense(tensors[0])
-    yield group.memory.spread(dense.data_ptr(), dense.nbytes, root, (dense, tensors))
+def _broadcast(group: Group, tensor: torch.Tensor, root: int) -> Operation:
+    dense = packing.dense(tensor)
+    yield group.memory.spread(dense.data_ptr(), dense.nbytes, root, (dense, tensor))
     if group.rank() != root:
-        packing.write_back(dense, tensors[0])
-    return list(tensors)
+        packing.write_back(dense, tensor)
 
 
-def _all_gather(group: Group, outputs: Lists, inputs: Sequence[torch.Tensor]) -> Operation:
-    if len(inputs) == 1 and len(outputs) == 1:
-        (parts,), (tensor,) = outputs, inputs
-        movement.check_gathered(group, parts, tensor)
-        if len(set(packing.sizes_in_bytes(parts))) == 1:
-            targets = [packing.dense(part) for part in parts]
-            source = own_part(group, packing.dense(tensor), targets)
-            addresses = [target.data_ptr() for target in targets]
-            kept = (source, targets, outputs)
-            yield group.memory.gather(source.data_ptr(), addresses, source.nbytes, kept)
-            for target, part in zip(targets, parts, strict=True):
-                packing.write_back(target, part)
-            return movement.stacked(outputs)
+def _all_gather(group: Group, parts: Sequence[torch.Tensor], tensor: torch.Tensor) -> Operation:
+    targets = [packing.dense(part) for part in parts]
+    if len(set(packing.sizes_in_bytes(parts))) == 1:
+        source = own_part(group, packing.dense(tensor), targets)
+        addresses = [target.data_ptr() for target in targets]
+        kept = (source, targets, parts)
+        yield group.memory.gather(source.data_ptr(), addresses, source.nbytes, kept)
+    else:
         source = packing.apart(packing.dense(tensor), parts)
-        targets = [packing.dense(part) for part in parts]
         yield point_to_point.exchange(group, [source] * group.size(), targets)
-        for target, part in zip(targets, parts, strict=True):
-            packing.write_back(target, part)
-        return movement.stacked(outputs)
-    return (yield from movement.all_gather(group, outputs, inputs))
+    for target, part in zip(targets, parts, strict=True):
+        packing.write_back(target, part)
 
 
-def _all_gather_single(
-    group: Group, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> Operation:
-    if len(outputs) != 1:
-        return (yield from movement.all_gather_single(group, outputs, inputs))
-    (output,), (tensor,) = outputs, inputs
-    movement.check_gathered_single(group, output, tensor)
+def _all_gather_single(group: Group, output: torch.Tensor, tensor: torch.Tensor) -> Operation:
     target = packing.dense(output)
     source = packing.dense(tensor)
     size, first = source.nbytes, target.data_ptr()
@@ -222,7 +195,6 @@ def _all_gather_single(
     kept = (source, target, output)
     yield group.memory.gather(source.data_ptr(), addresses, size, kept)
     packing.write_back(target, output)
-    return list(outputs)
 
 
 def own_part(group: Group, source: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -266,16 +238,74 @@ def _barrier(group: Group) -> Operation:
     return []
 
 
+def _check_sum(group: Group, tensor: torch.Tensor, op: dist.ReduceOp, *_: int) -> None:
+    datatypes.reduction(tensor.dtype, op)
+
+
+def _check_parts(
+    group: Group, output: torch.Tensor, parts: Sequence[torch.Tensor], op: dist.ReduceOp
+) -> None:
+    reductions.check_parts(group, output, parts)
+    datatypes.reduction(output.dtype, op)
+
+
+def _check_single(
+    group: Group, output: torch.Tensor, tensor: torch.Tensor, op: dist.ReduceOp
+) -> None:
+    reductions.check_single(group, output, tensor)
+    datatypes.reduction(output.dtype, op)
+
+
+def _for_each(
+    one: Callable[..., Operation],
+    check: Callable[..., None] | None,
+    lists: int,
+    result: Callable[..., object] = list,
+) -> Callable[..., Operation]:
+    """Return an operation on lists of tensors, from that on one of each.
+
+    Args:
+        one: the operation on one.
+        check: raises what is wrong with one, before anything is under way.
+        lists: how many of the arguments are lists; the others are the same for all.
+        result: makes the result from the first list.
+    """
+
+    def all_of(group: Group, *arguments: Any) -> Operation:
+        calls = [(*each, *arguments[lists:]) for each in zip(*arguments[:lists], strict=True)]
+        if len(calls) > 1:
+            for tensor in itertools.chain(*arguments[:lists]):
+                packing.check_on_host([tensor] if isinstance(tensor, torch.Tensor) else tensor)
+        if check is not None:
+            for call in calls:
+                check(group, *call)
+        begun = [one(group, *call) for call in calls]
+        if len(begun) == 1:
+            yield from begun[0]
+        else:
+            waited: list[Any] = []
+            for operation in begun:
+                pending = next(operation)
+                waited += pending if isinstance(pending, list) else [pending]
+            yield waited
+            for operation in begun:
+                for _ in operation:
+                    raise AssertionError("an operation has a second step")
+        return result(arguments[0])
+
+    return all_of
+
+
 # What to do in the place of an operation.
 WAYS: dict[Callable[..., Any], Callable[..., Operation]] = {
-    reductions.all_reduce: _all_reduce,
+    reductions.all_reduce: _for_each(_all_reduce, _check_sum, 1),
     reductions.all_reduce_together: _all_reduce_together,
-    reductions.reduce: _reduce,
-    reductions.reduce_scatter: _reduce_scatter,
-    reductions.reduce_scatter_single: _reduce_scatter_single,
-    movement.broadcast: _broadcast,
-    movement.all_gather: _all_gather,
-    movement.all_gather_single: _all_gather_single,
+    reductions.reduce: _for_each(_reduce, _check_sum, 1),
+    reductions.reduce_scatter: _for_each(_reduce_scatter, _check_parts, 2),
+    reductions.reduce_scatter_single: _for_each(_reduce_scatter_single, _check_single, 2),
+    movement.broadcast: _for_each(_broadcast, None, 1),
+    movement.all_gather: _for_each(_all_gather, movement.check_gathered, 2, movement.stacked),
+    movement.all_gather_single: _for_each(_all_gather_single, movement.check_gathered_single, 2),
     movement.all_to_all_single: _all_to_all_single,
     movement.barrier: _barrier,
 }

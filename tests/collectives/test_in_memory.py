@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch_versions
 from group_data import group, rank, size
 
 from mpiddp.collectives import point_to_point
@@ -97,6 +98,95 @@ class TestSizes:
             for of in range(size())
         ]
         assert torch.equal(output, torch.cat(parts))
+
+
+@pytest.mark.parametrize("later", [False, True])
+class TestSeveralInOneCall:
+    """Each as if it were alone, and none by messages."""
+
+    COUNTS = (5, 0, 70_000, 300_000)
+
+    @pytest.fixture(autouse=True)
+    def without_mpi(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        sent: list[Any] = []
+        pending = type(group()).pending
+        monkeypatch.setattr(
+            type(group()), "pending", lambda *a, **n: sent.append(a) or pending(*a, **n)
+        )
+        yield
+        assert not sent
+
+    def own(self) -> list[torch.Tensor]:
+        return [numbers(count, rank()) for count in self.COUNTS]
+
+    def test_sums(self, later: bool) -> None:
+        own = self.own()
+        with dist._coalescing_manager(async_ops=later) as manager:
+            for tensor in own:
+                dist.all_reduce(tensor)
+        if later:
+            manager.wait()
+        for tensor, count in zip(own, self.COUNTS, strict=True):
+            assert torch.equal(tensor, sum(all_of(count)))
+        own = self.own()
+        own[0] = own[0].to(torch.int64)  # not as one
+        options = dist.AllreduceCoalescedOptions()
+        options.asyncOp = later
+        group().allreduce_coalesced(own, options).wait()
+        for tensor, count in zip(own, self.COUNTS, strict=True):
+            assert torch.equal(tensor.float(), sum(all_of(count)))
+        own = self.own()
+        group().reduce(own, root=1).wait()
+        for tensor, count in zip(own, self.COUNTS, strict=True):
+            assert rank() != 1 or torch.equal(tensor, sum(all_of(count)))
+
+    def test_gathered(self, later: bool) -> None:
+        outputs = [torch.empty(count * size()) for count in self.COUNTS]
+        with dist._coalescing_manager(async_ops=later) as manager:
+            for output, tensor in zip(outputs, self.own(), strict=True):
+                torch_versions.all_gather_single(output, tensor)
+        if later:
+            manager.wait()
+        for output, count in zip(outputs, self.COUNTS, strict=True):
+            assert torch.equal(output, torch.cat(all_of(count)))
+        lists = [[torch.empty(count) for _ in range(size())] for count in self.COUNTS]
+        group().allgather(lists, self.own()).wait()
+        for parts, count in zip(lists, self.COUNTS, strict=True):
+            assert all(map(torch.equal, parts, all_of(count)))
+
+    def test_reduced_and_scattered(self, later: bool) -> None:
+        outputs = [torch.empty(count) for count in self.COUNTS]
+        wholes = [numbers(count * size(), rank()) for count in self.COUNTS]
+        expected = [sum(all_of(count * size()))[rank() * count :][:count] for count in self.COUNTS]
+        with dist._coalescing_manager(async_ops=later) as manager:
+            for output, whole in zip(outputs, wholes, strict=True):
+                torch_versions.reduce_scatter_single(output, whole)
+        if later:
+            manager.wait()
+        assert all(map(torch.equal, outputs, expected))
+        lists = [list(whole.split(max(whole.numel() // size(), 1))) for whole in wholes]
+        lists[1] = [wholes[1]] * size()
+        outputs = [torch.empty(count) for count in self.COUNTS]
+        group().reduce_scatter(outputs, lists, dist.ReduceScatterOptions()).wait()
+        assert all(map(torch.equal, outputs, expected))
+
+    def test_copied_to_all(self, later: bool) -> None:
+        own = self.own()
+        options = dist.BroadcastOptions()
+        options.rootRank, options.asyncOp = size() - 1, later
+        group().broadcast(own, options).wait()
+        for tensor, count in zip(own, self.COUNTS, strict=True):
+            assert torch.equal(tensor, numbers(count, size() - 1))
+
+    def test_one_that_is_wrong(self, later: bool) -> None:
+        """It is an error before anything has begun, so the group goes on."""
+        good, wrong = torch.ones(3), torch.ones(4)
+        with pytest.raises(ValueError, match="needs an output of"):
+            group().all_gather_single_coalesced([good.repeat(size()), good], [good, good])
+        inputs = [good.repeat(size()), wrong]
+        with pytest.raises(ValueError, match="needs an input of"):
+            group().reduce_scatter_single_coalesced([good, good], inputs).wait()
+        dist.barrier()
 
 
 @pytest.mark.parametrize("count", [3, 300_000])
