@@ -105,6 +105,8 @@ cdef GroupMemory make_group(
     group.state.transport.quiet = True
     group.state.transport.wants_thread = True
     group.state.transport.crowded = requests.crowded
+    if requests.crowded:
+        group.state.transport.yields = patience(True, True, 0)
     return group
 
 

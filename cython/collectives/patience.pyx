@@ -11,6 +11,9 @@ takes longer than the collective. So a rank stays as long as something moves,
 * if no core is left over for the engine's thread. That would take the core of a thread that
   computes, in this process or another rank's, for as long as the collective takes.
 
+Where ranks are more than cores, who does not wait leaves at once, and the engine's thread goes on,
+which yields between the steps; see Note [Who makes progress].
+
 When nothing has moved for a while, because another rank is late, it leaves. Who could have gone on
 with its program has then lost about as much time as the collective takes, and no more.
 """

@@ -254,14 +254,16 @@ cdef class Engine:
         """Counters of the gradient traffic since the engine was made, by name.
 
         ``submitted``: all-reduces; ``chunks``: chunks that finished, of which ``thread_chunks`` on
-        the engine thread; ``naps``: times that thread slept; ``heard`` and ``missed``: how often
-        lately something moved after a sleep that a socket ended, and after others.
+        the engine thread; ``naps`` and ``yields``: times that thread slept, and yielded; ``heard``
+        and ``missed``: how often lately something moved after a sleep that a socket ended, and
+        after others.
         """
         return {
             "submitted": peek(&self.state.submitted),
             "chunks": peek(&self.state.chunks),
             "thread_chunks": peek(&self.state.thread_chunks),
             "naps": peek(&self.state.naps),
+            "yields": peek(&self.state.thread_yields),
             "heard": peek(&self.state.heard),
             "missed": peek(&self.state.missed),
         }

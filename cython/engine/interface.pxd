@@ -84,7 +84,9 @@ cdef struct Transport:
     int quiet
     # Seconds in which the engine's thread leaves a job to its caller, who may wait for it at once.
     double left_to_caller
-    double yields           # seconds for which one who waits yields before it sleeps; 0: YIELD
+    # Seconds for which one who waits yields before it sleeps; 0: YIELD. Where other ranks wake
+    # those who wait (`sleep`), the engine's thread yields as well, instead of napping.
+    double yields
     int wants_thread        # whether the engine thread serves it, if there is one
     int crowded             # whether there are fewer cores than waiting ranks
 
@@ -121,11 +123,13 @@ cdef struct EngineState:
     int listening                   # it naps until a socket has news, see Note [Woken by sockets]
     double alert_until              # until then, after a quiet job, it naps instead of sleeping
     double left_until               # until then all jobs are left to their callers
+    double yields_until             # until then the thread yields instead of napping
     size_t pending                  # jobs submitted and not done, all channels; peek
     ChannelState *channels
     size_t submitted                # the rest: counters, for tests and debugging; peek
     size_t chunks
     size_t naps
+    size_t thread_yields
     size_t thread_chunks
     int on_thread                   # whether the current step runs on the engine thread
     size_t heard                    # steps that moved something after news from a socket, lately

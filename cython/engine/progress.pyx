@@ -20,6 +20,10 @@ waits for them at once (`left_to_caller`): to be woken for each, and to take the
 rank that copies, would make them a third slower. While nothing is left for it, the engine
 thread dozes, for longer after each time in vain.
 
+In the node's memory, where ranks are more than cores, each step needs all ranks to have had a
+turn on a core. Both the thread and the waiter then yield for a while instead of sleeping: others
+get the core at once, and nobody has to be woken.
+
 Where the network is TCP, sleeps and naps end when a message comes, see
 Note [Woken by sockets] in system/sockets.pyx. Where that has proved right lately
 (`hears`), the waiter need not yield before it sleeps. One that sleeps until another
@@ -180,11 +184,14 @@ cdef int advance_jobs(EngineState *state, ChannelState *channel, int helping) no
 cdef int step_channels(EngineState *state, int helping) noexcept nogil:
     """Take one step on every channel. The caller holds `progress_lock`."""
     cdef ChannelState *channel = state.channels
-    cdef int advanced = 0
+    cdef int steps, advanced = 0
     while channel != NULL:
         if peek(&channel.pending) and not channel.failure:
             if channel.transport.advance != NULL:
-                advanced += advance_jobs(state, channel, helping)
+                steps = advance_jobs(state, channel, helping)
+                if steps and channel.transport.sleep != NULL and channel.transport.yields:
+                    state.yields_until = now() + channel.transport.yields
+                advanced += steps
             else:
                 advanced += move_chunks(state, channel)
         channel = channel.next
@@ -277,7 +284,12 @@ cdef void *engine_thread(void *argument) noexcept nogil:
             nap = min(2 * nap, longest)
         ran = running
         pthread_mutex_lock(&state.channels_lock)
-        if not state.stop and not state.waiters:
+        if state.pending and not state.waiters and now() < state.yields_until:
+            put(&state.thread_yields, state.thread_yields + 1)
+            pthread_mutex_unlock(&state.channels_lock)
+            sched_yield()
+            pthread_mutex_lock(&state.channels_lock)
+        elif not state.stop and not state.waiters:
             put(&state.naps, state.naps + 1)
             news = nap_for(state, nap)
     pthread_mutex_unlock(&state.channels_lock)
@@ -291,7 +303,9 @@ cdef int relax(
 
     Return HAS_LISTENED if that was to sockets, with HAS_NEWS if one had news, else 0.
     """
-    if transport.sleep != NULL and (served or not peek(&state.pending)):
+    if transport.sleep != NULL and idle < transport.yields:
+        sched_yield()
+    elif transport.sleep != NULL and (served or not peek(&state.pending)):
         # Messages are none or not this thread's: another rank's bell is all that it waits for.
         if transport.crowded or idle > SPIN_BEFORE_SLEEP:
             transport.sleep(transport, ticket, SIGNAL_CHECK)

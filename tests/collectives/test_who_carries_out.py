@@ -13,8 +13,8 @@ SHORT, LONG = 512, 1 << 20  # elements: one meeting, and several steps of all ra
 TRIALS = 30
 
 
-@pytest.fixture(autouse=True)
-def memory() -> None:
+@pytest.fixture
+def own_cores() -> None:
     if group().state.memory is None or group().requests.crowded:
         pytest.skip("the ranks share no memory, or wait for each other's cores")
 
@@ -50,6 +50,7 @@ def ended(count: int, late: float, leave: bool) -> list[bool]:
     return result
 
 
+@pytest.mark.usefixtures("own_cores")
 class TestHabit:
     def test_who_has_waited_at_once_is_expected_to(self) -> None:
         seen = ended(SHORT, 0.5e-3, leave=False)
@@ -73,6 +74,7 @@ class TestHabit:
         assert tensor[0] == size() * (size() + 1) / 2
 
 
+@pytest.mark.usefixtures("own_cores")
 class TestCores:
     def test_long_ones_go_on_where_no_core_is_left_over(self) -> None:
         seen = ended(LONG, 0.2e-3, leave=True)
@@ -90,3 +92,28 @@ class TestCores:
             assert torch.equal(tensor, torch.full((LONG,), size() * (size() + 1) / 2))
             calls.append(took)
         assert rank() != 0 or min(calls) < 30e-3
+
+
+def test_the_thread_yields_where_ranks_take_turns() -> None:
+    """With more ranks than cores; else, and while nothing moves, it naps."""
+    part = group()
+    if part.state.memory is None:
+        pytest.skip("the ranks share no memory")
+    values = torch.rand(200, 200)
+    yields = []
+    for late in (0.0, 0.1):
+        tensor = torch.full((4 << 20,), float(rank() + 1))
+        dist.barrier()
+        before = part.engine.counters
+        if rank() == 0:
+            time.sleep(late)
+        future = dist.all_reduce(tensor, async_op=True).get_future()
+        while part.engine.has_thread and not future.done():  # nobody else moves it
+            values = values @ values
+        future.wait()
+        yields.append(part.engine.counters["yields"] - before["yields"])
+        assert torch.equal(tensor, torch.full_like(tensor, size() * (size() + 1) / 2))
+        assert late == 0.0 or yields[-1] < 5000 or not part.engine.has_thread
+    some = torch.tensor(yields, dtype=torch.float64)
+    dist.all_reduce(some)
+    assert bool((some > 0).all()) == (part.requests.crowded and part.engine.has_thread)
