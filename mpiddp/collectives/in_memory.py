@@ -126,13 +126,31 @@ def _all_reduce_together(
 def _reduce_scatter(
     group: Group, output: torch.Tensor, parts: Sequence[torch.Tensor], op: dist.ReduceOp
 ) -> Operation:
-    equal = len({part.numel() for part in parts}) == 1
-    by = _reduction(output.dtype, op) if equal else None
+    by = _reduction(output.dtype, op)
     if by is None:
         yield from reductions.reduce_scatter(group, [output], [parts], op)
-    else:
-        sources = [_contribution(group, part, by, op) for part in parts]
+        return
+    sources = [_contribution(group, part, by, op) for part in parts]
+    if len(set(packing.sizes_in_bytes(parts))) == 1:
         yield from _reduced_parts(group, output, sources, by)
+        return
+    total = _target(output, by)
+    sources = [packing.apart(source, [total]) for source in sources]
+    waited: list[Any] = [
+        group.memory.reduce(
+            source.data_ptr(),
+            total.data_ptr() if to == group.rank() else source.data_ptr(),
+            source.nbytes,
+            by.element,
+            by.how.way,
+            _divisor(group, by),
+            to,
+            (sources, total, output),
+        )
+        for to, source in enumerate(sources)
+    ]
+    yield waited
+    _finish(group, total, output, by)
 
 
 def _reduce_scatter_single(

@@ -9,7 +9,7 @@ operator is shown here, and calling it runs the operation.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from mpiddp.process_group.work import COMPLETED
 
 if TYPE_CHECKING:
     from mpiddp.collectives.operation import Operation
+    from mpiddp.process_group.operation_call import OperationCall
 
 __all__ = ["is_seen", "show"]
 
@@ -81,41 +82,28 @@ def is_seen(tensors: Iterable[torch.Tensor], name: str, function: Callable[..., 
     return (name, function) in _OPERATORS
 
 
-def show(
-    start: Callable[..., Any],
-    group: Any,
-    name: str,
-    function: Callable[..., Operation],
-    arguments: tuple[Any, ...],
-    opts: Any,
-    tensors: Sequence[torch.Tensor],
-    rest: tuple[Any, ...],
-) -> dist.Work:
+def show(start: Callable[[OperationCall], dist.Work], group: Any, call: OperationCall) -> dist.Work:
     """Show an operation to the innermost mode, or to a class of tensors; return its Work.
 
     Args:
-        start: starts an operation of a group.
+        start: starts an operation of the group.
         group: the process group.
-        name: the operation.
-        function: makes it from the group and `arguments`.
-        arguments: of `function`.
-        opts: torch's object with options.
-        tensors: those that the ranks compare.
-        rest: what else `start` takes.
+        call: of the operation.
     """
-    operator, places = _OPERATORS[name, function]
+    name, arguments, opts = call.name, call.arguments, call.opts
+    operator, places = _OPERATORS[name, call.function]
     if operator in _COALESCED and len(arguments[0]) != 1:
         operator, places = _COALESCED[operator]
     works: list[dist.Work] = []
 
-    def call(*given: Any) -> Any:
+    def begin(*given: Any) -> Any:
         changed = _changed(arguments, places, given)
         same = dict(zip(map(id, _flat(arguments)), _flat(changed), strict=False))
-        compared = [same.get(id(tensor), tensor) for tensor in tensors]
-        works.append(start(group, name, function, changed, opts, compared, *rest))
+        compared = [same.get(id(tensor), tensor) for tensor in call.tensors]
+        works.append(start(call._replace(arguments=changed, tensors=compared)))
         return given[0], works[-1]
 
-    shown = _Operator.of(getattr(torch.ops.c10d, operator).default, call)
+    shown = _Operator.of(getattr(torch.ops.c10d, operator).default, begin)
     given = tuple(_argument(place, group, arguments, opts) for place in places)
     # As the dispatcher does, which leaves out what the operator has by default.
     for described in reversed(shown._schema.arguments[: len(given)]):

@@ -6,7 +6,7 @@ It does not know the individual operations: `mpiddp.process_group.group` defines
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, cast
@@ -33,23 +33,20 @@ from mpiddp.process_group.call_blocks import Call
 from mpiddp.process_group.futures import FutureCompleter
 from mpiddp.process_group.gpu_tensors import GpuWork
 from mpiddp.process_group.group_state import GroupState
-from mpiddp.process_group.operation_errors import OperationErrors
+from mpiddp.process_group.operation_call import OperationCall
+from mpiddp.process_group.operation_waits import OperationWaits
 from mpiddp.process_group.ordered_starts import kept
 from mpiddp.process_group.under_way import UnderWay, noted
-from mpiddp.process_group.work import COMPLETED, CompletedWork, Work, each_of, limit_of
-from mpiddp.system import running_time
+from mpiddp.process_group.work import COMPLETED, CompletedWork, Work, each_of
 from mpiddp.torch_internals.compiler import skip_compilation
 from mpiddp.torch_internals.profiling import Event
 from mpiddp.watch.roll_call import RollCall
 from mpiddp.watch.watchdog import ended_with_block, limited
 from mpiddp.watch.wrapped_modules import WrappedModules
 
-# Seconds within which most operations end: until then their time limit is not even looked at.
-_SHORT = 5e-3
-
 
 @skip_compilation
-class OperationRunner(OperationErrors):
+class OperationRunner(OperationWaits):
     """The ranks of one communicator, and their operations.
 
     Collective over `communicator`.
@@ -202,66 +199,6 @@ class OperationRunner(OperationErrors):
 
     # For code that is built on this class.
 
-    def pending(self, request: Any, call: str, *memory: object) -> Pending:
-        """Return what an operation yields for a request that `call` of MPI made; see `Pending`."""
-        return Pending(self.requests, request, self._communicator, call, memory)
-
-    def wait_for(self, request: MPI.Request, call: str, name: str, *memory: torch.Tensor) -> None:
-        """Wait for what the MPI function `call` began, as a part of the operation `name`.
-
-        Not collective.
-
-        Raises:
-            RuntimeError: other ranks did not come within the group's timeout.
-        """
-        # It keeps the memory if an exception ends the wait.
-        pending = self.pending(request, call, *memory)
-        seconds = self.timeout.total_seconds()
-        if not pending.wait(seconds):
-            raise self.timed_out(name, seconds)
-
-    def abandon(self, *memory: object) -> None:
-        """Keep memory that MPI may still use though nobody waits any more. Not collective."""
-        self.under_way.abandon(*memory)
-
-    def ends(self, pending: Pending, name: str, until: float, number: int = 0) -> bool:
-        """Wait for a part of operation `name`; return whether it has ended by the running time.
-
-        Not collective. `number`: which of this group's collectives; 0: a message.
-
-        Raises:
-            RuntimeError: another rank has said that the group is broken, or the part has failed.
-        """
-        while True:
-            told = self.state.reason
-            left = max(until - running_time.now(), 0.0)
-            if pending.wait(min(left, under_way.LAST)):
-                return True
-            if told:
-                raise self._broken_meanwhile(name, number)
-            if left <= under_way.LAST:
-                return False
-
-    def leave(self, pending: Pending) -> None:
-        """Let the engine move something along that nobody waits for. Not collective."""
-        self.under_way.leave(pending)
-
-    def wait_until(self, pending: Pending, name: str, limit: float, number: int) -> None:
-        """Wait for the first part of a collective that is being started, at most `limit` seconds.
-
-        Not collective. Meanwhile other threads may start operations.
-
-        Raises:
-            RuntimeError: other ranks did not come in time, or have broken the group.
-        """
-        until = 0.0
-        self.starting.release()
-        try:
-            until = self._wait(pending, name, limit, number)
-        finally:
-            self.starting.acquire()
-            self._until = until
-
     @property
     def has_blocks(self) -> bool:
         """Whether calls are compared in blocks, see Note [Calls in a block]."""
@@ -275,10 +212,6 @@ class OperationRunner(OperationErrors):
         """Raise RuntimeError if the ranks call what does not fit together. Not collective."""
         assert self.state.blocks is not None
         self.state.blocks.check(sent)
-
-    def hurry(self) -> None:
-        """Let what is under way end soon: the group is broken. In any thread."""
-        self.under_way.hurry()
 
     def recorded(self, name: str) -> AbstractContextManager[None]:
         """Record what runs within as one collective. After the group's time limit the job ends.
@@ -327,127 +260,141 @@ class OperationRunner(OperationErrors):
         function: Callable[..., Operation],
         arguments: tuple[Any, ...],
         opts: Any = None,
-        tensors: Sequence[torch.Tensor] = (),
-        detail: object = None,
-        compared: Callable[[], Iterable[torch.Tensor]] | None = None,
-        elements: Callable[[], tuple[Sequence[int], Sequence[int]]] | None = None,
-        message: bool = False,
-        agreed: Sequence[torch.Tensor] | None = None,
-        event: Event | None = None,
+        *others: Any,
+        **settings: Any,
     ) -> TorchWork:
         """Run an operation to its end, or if it is asynchronous, to its first yield.
 
-        `function` makes it from the group and `arguments`. What follows `opts` must agree across
-        ranks, see `call_check.check`; a message is neither compared nor counted. If the first of
-        `tensors` is on a GPU, all must be, see Note [Operations on copies].
+        The arguments are those of `OperationCall`.
         """
-        if event is None and dispatch_modes.is_seen(tensors, name, function):
-            rest = (detail, compared, elements, message, agreed)
-            # Not what hooks have put in its place: they have been called.
-            start = OperationRunner._start
-            return dispatch_modes.show(start, self, name, function, arguments, opts, tensors, rest)
-        if torch.autograd.profiler._is_profiler_enabled and event is None:
-            what = (function, arguments, opts, tensors, detail, compared, elements, message, agreed)
-            event = Event(name)
-            try:
-                # Not what hooks have put in its place: they have been called.
-                work = OperationRunner._start(self, name, *what, event=event)
-            except BaseException:
-                event.end()
-                raise
-            if work is COMPLETED:
-                event.end()
-            return work
-        forks.check(name)
+        return self._run(OperationCall(name, function, arguments, opts, *others, **settings))
+
+    def _run(self, call: OperationCall) -> TorchWork:
+        """Carry out a call, and let who looks on see it."""
+        if dispatch_modes.is_seen(call.tensors, call.name, call.function):
+            return dispatch_modes.show(self._run, self, call)
+        if not torch.autograd.profiler._is_profiler_enabled:
+            return self._carry_out(call)
+        event = Event(call.name)
+        try:
+            work = self._carry_out(call, event)
+        except BaseException:
+            event.end()
+            raise
+        if work is COMPLETED:
+            event.end()
+        return work
+
+    def _carry_out(self, call: OperationCall, event: Event | None = None) -> TorchWork:
+        """Go the way of every call; `DirectCalls` has it once more, without what is rare."""
+        forks.check(call.name)
         if self.state.reason:
-            raise self.state.error(name)
+            raise self.state.error(call.name)
         uncaught.take_part()
-        number = 0
-        at_once = opts is not None and not opts.asyncOp and self._together is None
-        copies = None
-        if tensors and tensors[0].is_cpu is not gpu_tensors.CPU_IS_HOST:
-            operation, copies = gpu_tensors.on_host(
-                self, name, function, arguments, beside=not at_once
-            )
-        else:
-            operation = ways.way_of(self, function)(self, *arguments)
+        at_once = call.waits and self._together is None
+        operation, copies = self._operation(call, beside=not at_once)
         with self.starting:
-            if message:
-                # The second argument of both functions is the other rank.
-                source, count = self._messages.next(name == "send", arguments[1])
-                record = ring.begin(source, count, call_of(name, None, tensors), True, True)
-            else:
-                record = self._enter(name, tensors, detail)
-                number = self.entered
+            number, record = self._count(call)
             try:
-                if message:
-                    self.state.check(name)
-                elif self._checked:
-                    self.state.check(name)
-                    call_check.check(self, name, detail, tensors, compared, elements)
-                else:
-                    if agreed is None:
-                        agreed = () if elements is not None else tensors
-                    same = compared() if compared is not None else agreed
-                    limit = self._limit(opts) if at_once else None
-                    self._uncompared = Call(name, detail, same, elements, tensors, limit)
-                pending = next(operation)
-                if self._uncompared is not None:  # others may have something to send
-                    self._compare()
-                if self._checked:
-                    ring.started(record)
-            except (TypeError, ValueError, RuntimeError) as error:
-                ring.failed(record)
-                misfit = self.misfit(error, number)
-                if self._uncompared is not None:  # before MPI was called
-                    self._uncompared = None
-                    self.state.refused(number, name, detail, error)
-                elif number and not self._checked:  # by it
-                    self.state.failed(number, name, error)
-                if misfit is not None:
-                    raise misfit from error
-                raise
+                waited = self._begin(call, operation, record, at_once)
             except BaseException as error:
-                self._uncompared = None
-                self.state.failed(number, name, error)
-                ring.failed(record)
-                # From a signal handler. MPI may have begun a call whose memory no Pending keeps
-                # yet, but these frames do.
-                self.abandon(error.__traceback__, arguments)
+                self._note_failure(call, number, record, error)
                 raise
             finally:
                 ahead, until = self._ahead, self._until
                 self._ahead, self._until = None, 0.0
-        # What comes from memory has all methods that are called here.
-        waited = cast("list[Pending]", pending if isinstance(pending, list) else [pending])
         if ahead is not None:
             waited = [ahead.pending, *waited]
         if at_once:
-            return self._finish(name, operation, waited, opts, number, record, until)
-        if copies is None:
-            work = Work(self, name, operation, waited, self._limit(opts), number)
+            return self._finish(call.name, operation, waited, call.opts, number, record, until)
+        what = (call.name, operation, waited, self._limit(call.opts), number)
+        work = Work(self, *what) if copies is None else GpuWork([copies], self, *what)
+        work.record, work.block, work.event = record, ahead, event
+        self._go_on_with(work)
+        return work
+
+    def _operation(self, call: OperationCall, beside: bool) -> tuple[Operation, Any]:
+        """Return what is carried out, and the copies of what is on a GPU.
+
+        `beside`: the copies are made while the caller goes on.
+        """
+        if call.tensors and call.tensors[0].is_cpu is not gpu_tensors.CPU_IS_HOST:
+            return gpu_tensors.on_host(
+                self, call.name, call.function, call.arguments, beside=beside
+            )
+        return ways.way_of(self, call.function)(self, *call.arguments), None
+
+    def _count(self, call: OperationCall) -> tuple[int, int]:
+        """Return which collective of this group a call is, 0 for a message, and its record."""
+        if call.message:
+            # The second argument of both functions is the other rank.
+            source, count = self._messages.next(call.name == "send", call.arguments[1])
+            recorded = call_of(call.name, None, call.tensors)
+            return 0, ring.begin(source, count, recorded, True, True)
+        record = self._enter(call.name, call.tensors, call.detail)
+        return self.entered, record
+
+    def _begin(
+        self, call: OperationCall, operation: Operation, record: int, at_once: bool
+    ) -> list[Pending]:
+        """Compare a call, and take its operation to the first yield; return what it waits for."""
+        if call.message:
+            self.state.check(call.name)
+        elif self._checked:
+            self.state.check(call.name)
+            rest = (call.detail, call.tensors, call.compared, call.elements)
+            call_check.check(self, call.name, *rest)
         else:
-            limit = self._limit(opts)
-            work = GpuWork([copies], self, name, operation, waited, limit, number)
-        work.record = record
-        work.block = ahead
-        if event is not None:
-            work.event = event
+            self._uncompared = call.to_compare(self._limit(call.opts) if at_once else None)
+        pending = next(operation)
+        if self._uncompared is not None:  # others may have something to send
+            self._compare()
+        if self._checked:
+            ring.started(record)
+        # What comes from memory has all methods that are called here.
+        return cast("list[Pending]", pending if isinstance(pending, list) else [pending])
+
+    def _note_failure(
+        self, call: OperationCall, number: int, record: int, error: BaseException
+    ) -> None:
+        """Note what has kept a call from beginning, and tell other ranks.
+
+        Raises:
+            RuntimeError: what the ranks have called, if MPI says only that a message is cut.
+        """
+        ring.failed(record)
+        begun, self._uncompared = self._uncompared is None, None
+        if not isinstance(error, (TypeError, ValueError, RuntimeError)):
+            self.state.failed(number, call.name, error)
+            # From a signal handler. MPI may have begun a call whose memory no Pending keeps
+            # yet, but these frames do.
+            self.abandon(error.__traceback__, call.arguments)
+            return
+        misfit = self.misfit(error, number)
+        if not begun:
+            self.state.refused(number, call.name, call.detail, error)
+        elif number and not self._checked:
+            self.state.failed(number, call.name, error)
+        if misfit is not None:
+            raise misfit from error
+
+    def _go_on_with(self, work: Work) -> None:
+        """Let the engine move along what an asynchronous operation has begun, and keep that."""
+        waited = work.pending
         # A small message has gone at once, and the engine need not hear of it.
         if not work.is_completed():
             # Requests of one operation end at about the same time.
             if waited:
-                ring.attach(record, waited[-1].job)
+                ring.attach(work.record, waited[-1].job)
             for each in waited:
                 if each.begun and not each.done:
                     each.submit()
-            if ahead is not None and self.state.blocks is not None:
-                self.state.blocks.starts.add(ahead, waited[1:])
+            if work.block is not None and self.state.blocks is not None:
+                self.state.blocks.starts.add(work.block, waited[1:])
             self.under_way.add(work)
         self.under_way.sweep_if_due()
         if self._together is not None:
             self._together.append(work)
-        return work
 
     def _finish(
         self,
@@ -481,17 +428,3 @@ class OperationRunner(OperationErrors):
         """Wait for a collective that `DirectCalls` has begun. Collective."""
         waited = [cast(Pending, pending)]
         return self._finish(name, iter(()), waited, opts, number, record, 0.0)
-
-    def _wait(
-        self, pending: Pending, name: str, limit: float, number: int, until: float = 0.0
-    ) -> float:
-        """Wait for a part of an operation; return when its time is over, 0.0 if that is far."""
-        if not pending.wait(_SHORT):
-            until = until or running_time.now() + limit - _SHORT
-            if not self.ends(pending, name, until, number):
-                raise self.timed_out(name, limit, number)
-        return until
-
-    def _limit(self, opts: Any) -> float:
-        """Return the time limit in seconds: the call's own, or the group's."""
-        return limit_of(opts, self.timeout).total_seconds()

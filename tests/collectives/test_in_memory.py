@@ -170,6 +170,17 @@ class TestSeveralInOneCall:
         group().reduce_scatter(outputs, lists, dist.ReduceScatterOptions()).wait()
         assert all(map(torch.equal, outputs, expected))
 
+    def test_lists_of_other_sizes_reduced_and_scattered(self, later: bool) -> None:
+        for count in self.COUNTS:
+            lengths = [count * (of + 1) for of in range(size())]
+            output = torch.empty(lengths[rank()])
+            work = dist.reduce_scatter(
+                output, [numbers(length, rank()) for length in lengths], async_op=later
+            )
+            if work is not None:
+                work.wait()
+            assert torch.equal(output, sum(all_of(lengths[rank()])))
+
     def test_copied_to_all(self, later: bool) -> None:
         own = self.own()
         options = dist.BroadcastOptions()
