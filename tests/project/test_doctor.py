@@ -72,9 +72,9 @@ def test_under_mpirun() -> None:
     assert re.search(r"threads: 1 a rank \(OMP_NUM_THREADS=1\)", lines[7])
     assert "memory that the ranks of a node share: possible" in lines
     assert "gradients on the CPU: shared memory (transport 'auto')" in lines
-    ways = "collectives on the CPU, all others: in memory that all ranks share "
-    ways += "(MPIDDP_COLLECTIVES=memory)"
-    assert ways in lines
+    # Others are read out of each other's memory where the ranks find that faster.
+    way = r"collectives on the CPU, all( others)?: in memory that all ranks share "
+    assert any(re.match(way + r"\(MPIDDP_COLLECTIVES=memory\)$", line) for line in lines)
     if not torch.cuda.is_available():
         gpu = lines.index("gradients on a GPU: none here; asked for: 'auto'")
         assert lines[gpu - 1].startswith("GPU: torch ")
