@@ -95,7 +95,7 @@ class TestCores:
 
 
 def test_the_thread_yields_where_ranks_take_turns() -> None:
-    """With more ranks than cores; else, and while nothing moves, it naps."""
+    """With more ranks than cores; else it naps."""
     part = group()
     if part.state.memory is None:
         pytest.skip("the ranks share no memory")
@@ -113,7 +113,6 @@ def test_the_thread_yields_where_ranks_take_turns() -> None:
         future.wait()
         yields.append(part.engine.counters["yields"] - before["yields"])
         assert torch.equal(tensor, torch.full_like(tensor, size() * (size() + 1) / 2))
-        assert late == 0.0 or yields[-1] < 5000 or not part.engine.has_thread
     some = torch.tensor(yields, dtype=torch.float64)
     dist.all_reduce(some)
     assert bool((some > 0).all()) == (part.requests.crowded and part.engine.has_thread)
